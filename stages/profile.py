@@ -1,0 +1,268 @@
+"""Profiles: one TOML file per job, checked whole before any work."""
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from stages.errors import UserError
+
+Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Rate = Annotated[float, Field(gt=0, lt=1)]
+Dtype = Literal["float32", "bfloat16"]
+Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
+
+CATEGORIES = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+
+
+class Section(BaseModel):
+    """A table of the profile: frozen, and with no key that it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Limits(Section):
+    """Bytes: the weights' allotment is the limit less the reserve for code, wheels and evidence."""
+
+    limit_bytes: Count
+    reserve_bytes: Count
+
+    @property
+    def allotment_bytes(self) -> int:
+        """Bytes that the packed weights may take."""
+        return self.limit_bytes - self.reserve_bytes
+
+    @model_validator(mode="after")
+    def _reserve_below_limit(self) -> Self:
+        if self.reserve_bytes >= self.limit_bytes:
+            raise ValueError(f"reserve_bytes ({self.reserve_bytes}) must be below limit_bytes ({self.limit_bytes})")
+        return self
+
+
+class Target(Section):
+    """The model to be sped up: where it comes from and how it is spoken to."""
+
+    source: Name
+    format: Literal["gguf", "hub"]
+    name: str
+    revision: str
+    stop_ids: tuple[int, ...] = Field(min_length=1)
+    template_arguments: dict[str, bool | str | int] = {}
+    max_prompt_tokens: Count = 1536
+    max_continuation_tokens: Count = 256
+
+
+class Fetch(Section):
+    """What is brought to vendor/: ids of lock/sources.toml, and the wheels of lock/serve.txt."""
+
+    sources: tuple[Name, ...] = Field(min_length=1)
+
+
+class DataSource(Section):
+    """One source of training prompts."""
+
+    id: Name
+    kind: Literal["template", "synth"]
+    rows: Count
+    temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 0.95
+    max_turn_tokens: Count = 96
+    min_turn_tokens: Count = 6
+
+
+class Data(Section):
+    """Prompts for training, and those split off for choosing."""
+
+    heldout_share: Share = 0.1
+    max_prompt_tokens: Count
+    shared_words: Count = 13
+    sources: tuple[DataSource, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _distinct_ids(self) -> Self:
+        ids = [source.id for source in self.sources]
+        if len(set(ids)) < len(ids):
+            raise ValueError(f"two sources share an id: {ids}")
+        return self
+
+
+class Teacher(Section):
+    """The target's greedy continuations with its top-k logprobs."""
+
+    dtype: Dtype
+    max_tokens: Count
+    top_k: Annotated[int, Field(ge=1, le=256)] = 16
+    shard_rows: Count = 128
+    stop_on_repeat: Annotated[int, Field(ge=0)] = 0
+    context_tokens: Count
+
+
+class Start(Section):
+    """What the drafter starts from: layers of a declared pretrained model, in order."""
+
+    base: Literal["target", "source"] = "target"
+    source: Name | None = None
+    layers: tuple[Annotated[int, Field(ge=0)], ...] = ()
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if list(self.layers) != sorted(set(self.layers)):
+            raise ValueError("layers must be in rising order, each once (empty keeps all)")
+        if (self.base == "source") != (self.source is not None):
+            raise ValueError("base = 'source' needs source, and only it takes one")
+        return self
+
+
+class Training(Section):
+    """A training run of fixed work."""
+
+    dtype: Dtype
+    steps: Count
+    batch_rows: Count
+    learning_rate: Rate
+    warmup_steps: Annotated[int, Field(ge=0)] = 10
+    ce_share: Share = 0.5
+    clip_norm: Annotated[float, Field(gt=0)] = 1.0
+    checkpoint_steps: Count = 50
+    max_row_tokens: Count = 512
+
+    @model_validator(mode="after")
+    def _warmup_below_steps(self) -> Self:
+        if self.warmup_steps >= self.steps:
+            raise ValueError(f"warmup_steps ({self.warmup_steps}) must be below steps ({self.steps})")
+        return self
+
+
+class Distill(Training):
+    """bf16 distillation of the pruned start."""
+
+
+class Qat(Training):
+    """Training through the codec's rounding."""
+
+    codec: Literal["int4"]
+    group: Literal[32, 64, 128] = 32
+
+
+class Serve(Section):
+    """Limits of the server that is shipped."""
+
+    draft_tokens: Annotated[int, Field(ge=1, le=16)] = 16
+    context_tokens: Count = 2048
+    max_batch: Count = 32
+    dtype_cpu: Dtype = "float32"
+
+
+class Selfcheck(Section):
+    """The rehearsal's numbers, as the contract states them."""
+
+    in_flight: Count = 32
+    request_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    start_timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    budget_s: Annotated[float, Field(gt=0)] = 10800.0
+    heldout_tokens: Count = 44314
+    failure_share: Share = 0.05
+    retries: Annotated[int, Field(ge=0)] = 2
+
+
+class Profile(Section):
+    """A whole job."""
+
+    name: Name
+    device: Literal["cpu", "cuda"]
+    seed: Annotated[int, Field(ge=0)] = 0
+    limits: Limits
+    target: Target
+    fetch: Fetch
+    data: Data
+    teacher: Teacher
+    start: Start
+    distill: Distill
+    qat: Qat
+    serve: Serve
+    selfcheck: Selfcheck
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        needed = [self.target.source] + ([self.start.source] if self.start.source else [])
+        missing = [source for source in needed if source not in self.fetch.sources]
+        if missing:
+            raise ValueError(f"fetch.sources must name {', '.join(missing)}")
+        if self.teacher.context_tokens < self.data.max_prompt_tokens + self.teacher.max_tokens:
+            raise ValueError("teacher.context_tokens must hold data.max_prompt_tokens + teacher.max_tokens")
+        return self
+
+
+def load_profile(name: str, folder: Path) -> Profile:
+    """Read `folder/NAME.toml`, lay it over what it extends, and check the whole.
+
+    Raises:
+        UserError: no such profile, not TOML, a cycle of `extends`, or any key, type or value that is not
+            allowed; the text names the file, the key and what is allowed.
+    """
+    merged = _merged(name, folder, seen=())
+    merged["name"] = name
+    try:
+        return Profile.model_validate_json(_json(merged))
+    except ValidationError as error:
+        raise UserError(_explain(folder / f"{name}.toml", error)) from error
+
+
+def _json(value: object) -> str:
+    import json
+
+    return json.dumps(value, default=str)
+
+
+def _merged(name: str, folder: Path, seen: tuple[str, ...]) -> dict[str, Any]:
+    path = folder / f"{name}.toml"
+    if name in seen:
+        raise UserError(f"{path}: extends itself, by way of {' -> '.join(seen)}")
+    if not path.is_file():
+        known = ", ".join(sorted(p.stem for p in folder.glob("*.toml")))
+        raise UserError(f"{path}: there is no such profile. Profiles: {known}")
+    try:
+        own = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not TOML: {error}") from error
+    parent = own.pop("extends", None)
+    if parent is None:
+        return own
+    if not isinstance(parent, str):
+        raise UserError(f"{path}: extends: takes the name of one profile")
+    return _over(_merged(parent, folder, (*seen, name)), own)
+
+
+def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Lay one table over another: tables merge key by key, everything else is replaced."""
+    merged = dict(below)
+    for key, value in above.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _over(merged[key], value) if both else value
+    return merged
+
+
+def _explain(path: Path, error: ValidationError) -> str:
+    lines = []
+    for fault in error.errors():
+        key = ".".join(str(part) for part in fault["loc"]) or "profile"
+        text = fault["msg"].removeprefix("Value error, ")
+        if fault["type"] == "extra_forbidden":
+            text = f"unknown key. Allowed here: {_allowed(fault['loc'][:-1])}"
+        elif fault["type"] == "missing":
+            text = "is missing"
+        elif not isinstance(fault["input"], dict):
+            text += f" (found {fault['input']!r})"
+        lines.append(f"{path}: {key}: {text}")
+    return "\n".join(lines)
+
+
+def _allowed(location: tuple[int | str, ...]) -> str:
+    model: Any = Profile
+    for part in location:
+        if isinstance(part, str):
+            model = model.model_fields[part].annotation
+            model = next((a for a in getattr(model, "__args__", ()) if isinstance(a, type)), model)
+    return ", ".join(sorted(model.model_fields))
