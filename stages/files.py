@@ -19,7 +19,8 @@ def sha256_file(path: Path) -> str:
 
 def canonical_json(value: object) -> bytes:
     """Serialise to the one JSON text that stands for a value: sorted keys, no spaces, UTF-8, no NaN."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return text.encode()
 
 
 def digest_of(value: object) -> str:
@@ -37,8 +38,8 @@ def write_atomic(path: Path, content: bytes | str) -> None:
             stream.write(data)
             stream.flush()
             os.fsync(stream.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
@@ -46,7 +47,8 @@ def write_atomic(path: Path, content: bytes | str) -> None:
 
 def write_json(path: Path, value: object) -> None:
     """Write JSON for people and programs: sorted, indented, one trailing newline; atomic."""
-    write_atomic(path, json.dumps(value, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    text = json.dumps(value, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False)
+    write_atomic(path, text + "\n")
 
 
 def write_jsonl(path: Path, rows: Iterable[object]) -> None:

@@ -46,7 +46,8 @@ class Job:
 
     def event(self, kind: str, **fields: Any) -> None:
         """Append one event, with the time, to the stage's log."""
-        line = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "stage": self.stage, "event": kind}
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        line = {"time": now, "stage": self.stage, "event": kind}
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(line | fields, ensure_ascii=False) + "\n")

@@ -1,5 +1,6 @@
 """Profiles: one TOML file per job, checked whole before any work."""
 
+import json
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -37,7 +38,7 @@ class Limits(Section):
     @model_validator(mode="after")
     def _reserve_below_limit(self) -> Self:
         if self.reserve_bytes >= self.limit_bytes:
-            raise ValueError(f"reserve_bytes ({self.reserve_bytes}) must be below limit_bytes ({self.limit_bytes})")
+            raise ValueError(f"reserve_bytes must be below limit_bytes ({self.limit_bytes})")
         return self
 
 
@@ -61,11 +62,15 @@ class Fetch(Section):
 
 
 class DataSource(Section):
-    """One source of training prompts."""
+    """One source of training prompts; `source` and the columns belong to the kind `hub`."""
 
     id: Name
-    kind: Literal["template", "synth"]
+    kind: Literal["template", "synth", "hub"]
     rows: Count
+    source: Name | None = None
+    split: str = "train"
+    columns: dict[str, str] = {}
+    category: str | None = None
     temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 0.95
     max_turn_tokens: Count = 96
@@ -205,15 +210,9 @@ def load_profile(name: str, folder: Path) -> Profile:
     merged = _merged(name, folder, seen=())
     merged["name"] = name
     try:
-        return Profile.model_validate_json(_json(merged))
+        return Profile.model_validate_json(json.dumps(merged, default=str))
     except ValidationError as error:
         raise UserError(_explain(folder / f"{name}.toml", error)) from error
-
-
-def _json(value: object) -> str:
-    import json
-
-    return json.dumps(value, default=str)
 
 
 def _merged(name: str, folder: Path, seen: tuple[str, ...]) -> dict[str, Any]:
