@@ -1,0 +1,1 @@
+"""Run time: everything the server needs, and nothing else; copied into output/."""

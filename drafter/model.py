@@ -1,0 +1,266 @@
+"""One plain decoder for Llama and Qwen3 shapes.
+
+Parameter names are the ones transformers uses, so a checkpoint's tensors load by name. How tokens attend is
+given from outside: `causal` for training, a KV cache for drafting.
+"""
+
+import json
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a decoder."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope_theta: float
+    rms_eps: float
+    tied: bool
+    qk_norm: bool
+
+    def to_json(self) -> str:
+        """Serialise for a safetensors header."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> "ModelConfig":
+        """Read what `to_json` wrote.
+
+        Raises:
+            ValueError: a key is missing, unknown or of the wrong type.
+        """
+        values = json.loads(text)
+        known = {field.name: field.type for field in fields(cls)}
+        if not isinstance(values, dict) or set(values) != set(known):
+            raise ValueError(f"a model config has the keys {', '.join(sorted(known))}")
+        for name, kind in known.items():
+            if kind is float and type(values[name]) is int:
+                values[name] = float(values[name])
+            if type(values[name]) is not kind:
+                raise ValueError(f"model config: {name} is {values[name]!r}, not {getattr(kind, '__name__', '')}")
+        return cls(**values)
+
+    @classmethod
+    def from_transformers(cls, values: dict[str, Any]) -> "ModelConfig":
+        """Translate a transformers config.json of a Llama or Qwen3 model.
+
+        Raises:
+            ValueError: another architecture, or a feature (scaled RoPE, biases) that this decoder lacks.
+        """
+        kind = values.get("model_type")
+        if kind not in ("llama", "qwen3"):
+            raise ValueError(f"model_type is {kind!r}; llama and qwen3 are supported")
+        rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+        if rope.get("rope_type", rope.get("type", "default")) != "default":
+            raise ValueError("scaled RoPE is not supported")
+        if values.get("attention_bias") or values.get("mlp_bias"):
+            raise ValueError("biases are not supported")
+        heads = values["num_attention_heads"]
+        return cls(
+            vocab_size=values["vocab_size"],
+            hidden_size=values["hidden_size"],
+            intermediate_size=values["intermediate_size"],
+            layers=values["num_hidden_layers"],
+            heads=heads,
+            kv_heads=values.get("num_key_value_heads") or heads,
+            head_dim=values.get("head_dim") or values["hidden_size"] // heads,
+            rope_theta=float(values.get("rope_theta") or rope["rope_theta"]),
+            rms_eps=float(values["rms_norm_eps"]),
+            tied=bool(values.get("tie_word_embeddings", False)),
+            qk_norm=kind == "qwen3",
+        )
+
+    def with_layers(self, layers: int) -> "ModelConfig":
+        """Return the same shape at another depth."""
+        return replace(self, layers=layers)
+
+
+class Attend(Protocol):
+    """How the queries of one layer meet keys and values."""
+
+    def __call__(self, layer: int, queries_bhtd: Tensor, keys_bktd: Tensor, values_bktd: Tensor) -> Tensor:
+        """Return the attended values, [batch, heads, tokens, head_dim]."""
+        ...
+
+
+def causal(_layer: int, queries_bhtd: Tensor, keys_bktd: Tensor, values_bktd: Tensor) -> Tensor:
+    """Attend from each token to itself and those before it; right padding needs no mask."""
+    groups = queries_bhtd.shape[1] // keys_bktd.shape[1]
+    keys_bhtd = keys_bktd.repeat_interleave(groups, dim=1)
+    values_bhtd = values_bktd.repeat_interleave(groups, dim=1)
+    return functional.scaled_dot_product_attention(queries_bhtd, keys_bhtd, values_bhtd, is_causal=True)
+
+
+class RmsNorm(nn.Module):
+    """x / rms(x) * weight, computed in float32 (Zhang & Sennrich, arXiv 1910.07467)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise over the last dimension; the result has x's type."""
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (wide * self.weight.float()).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions; Qwen3 also normalises queries and keys by head."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_dim = config.head_dim
+        inner, kv_inner = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, inner, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, kv_inner, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, kv_inner, bias=False)
+        self.o_proj = nn.Linear(inner, config.hidden_size, bias=False)
+        self.q_norm = RmsNorm(config.head_dim, config.rms_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RmsNorm(config.head_dim, config.rms_eps) if config.qk_norm else nn.Identity()
+
+    def forward(self, x_btd: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """Return the attention's contribution, [batch, tokens, hidden]."""
+        heads = (*x_btd.shape[:2], -1, self.head_dim)
+        queries_bhtd = self.q_norm(self.q_proj(x_btd).view(heads)).transpose(1, 2)
+        keys_bktd = self.k_norm(self.k_proj(x_btd).view(heads)).transpose(1, 2)
+        values_bktd = self.v_proj(x_btd).view(heads).transpose(1, 2)
+        out_bhtd = attend(self.layer, rotate(queries_bhtd, rotary), rotate(keys_bktd, rotary), values_bktd)
+        return self.o_proj(out_bhtd.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class Mlp(nn.Module):
+    """The gated feed-forward of Llama: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x_btd: Tensor) -> Tensor:
+        """Return the feed-forward's contribution, [batch, tokens, hidden]."""
+        gated = functional.silu(self.gate_proj(x_btd)) * self.up_proj(x_btd)
+        return self.down_proj(gated)  # type: ignore[no-any-return]
+
+
+class Layer(nn.Module):
+    """One pre-norm decoder layer."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.input_layernorm = RmsNorm(config.hidden_size, config.rms_eps)
+        self.self_attn = Attention(config, layer)
+        self.post_attention_layernorm = RmsNorm(config.hidden_size, config.rms_eps)
+        self.mlp = Mlp(config)
+
+    def forward(self, x_btd: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """Return the residual stream after this layer."""
+        x_btd = x_btd + self.self_attn(self.input_layernorm(x_btd), rotary, attend)
+        return x_btd + self.mlp(self.post_attention_layernorm(x_btd))  # type: ignore[no-any-return]
+
+
+class Trunk(nn.Module):
+    """Embedding, layers and final norm: what transformers keeps under `model.`."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config, index) for index in range(config.layers))
+        self.norm = RmsNorm(config.hidden_size, config.rms_eps)
+
+
+class Decoder(nn.Module):
+    """A decoder-only language model."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Trunk(config)
+        if not config.tied:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, tokens_bt: Tensor, positions_bt: Tensor, attend: Attend = causal) -> Tensor:
+        """Return the normalised hidden states, [batch, tokens, hidden].
+
+        Args:
+            tokens_bt: token ids, [batch, tokens].
+            positions_bt: each token's position in its own conversation, [batch, tokens] (batch may be 1).
+            attend: how tokens attend.
+        """
+        x_btd = self.model.embed_tokens(tokens_bt)
+        rotary = rotary_tables(positions_bt, self.config)
+        for layer in self.model.layers:
+            x_btd = layer(x_btd, rotary, attend)
+        return self.model.norm(x_btd)  # type: ignore[no-any-return]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits over the vocabulary, [..., vocab], of normalised hidden states, [..., hidden]."""
+        return functional.linear(hidden, self.head_weight)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The output matrix, [vocab, hidden]: the embedding itself where they are tied."""
+        return self.model.embed_tokens.weight if self.config.tied else self.lm_head.weight
+
+
+def rotary_tables(positions_bt: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine, each [batch, 1, tokens, head_dim], float32 (RoPE, arXiv 2104.09864)."""
+    exponent = torch.arange(0, config.head_dim, 2, device=positions_bt.device).float() / config.head_dim
+    angles = positions_bt[:, None, :, None].float() * (config.rope_theta**-exponent)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x_bhtd: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn each pair (i, i + head_dim/2) by its position's angle; the result has x's type."""
+    cosine, sine = rotary
+    low, high = x_bhtd.chunk(2, dim=-1)
+    return (x_bhtd * cosine + torch.cat((-high, low), dim=-1) * sine).to(x_bhtd.dtype)
+
+
+def build(config: ModelConfig, tensors: dict[str, Tensor], dtype: torch.dtype, device: str) -> Decoder:
+    """Make a decoder for inference from named tensors.
+
+    A tied config may come with an output matrix as long as it equals the embedding.
+
+    Raises:
+        ValueError: a tensor is missing, unknown or of another shape, or a tied head differs.
+    """
+    tensors = dict(tensors)
+    if config.tied and HEAD in tensors:
+        if not torch.equal(tensors[HEAD], tensors[EMBEDDING]):
+            raise ValueError(f"the config ties {HEAD} to {EMBEDDING}, but the two tensors differ")
+        del tensors[HEAD]
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    expected = {name: tuple(value.shape) for name, value in decoder.state_dict().items()}
+    found = {name: tuple(value.shape) for name, value in tensors.items()}
+    if expected != found:
+        raise ValueError(_difference(expected, found))
+    placed = {name: value.to(device=device, dtype=dtype) for name, value in tensors.items()}
+    decoder.load_state_dict(placed, assign=True)
+    return decoder.requires_grad_(False).eval()
+
+
+def _difference(expected: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]]) -> str:
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            return f"tensor {name}: expected shape {expected.get(name)}, found {found.get(name)}"
+    raise AssertionError("no difference")
