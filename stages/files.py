@@ -51,6 +51,11 @@ def write_json(path: Path, value: object) -> None:
     write_atomic(path, text + "\n")
 
 
+def read_json(path: Path) -> Any:
+    """Return the value of a JSON file."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
 def write_jsonl(path: Path, rows: Iterable[object]) -> None:
     """Write one JSON value a line (sorted keys, UTF-8); atomic."""
     lines = (json.dumps(row, sort_keys=True, ensure_ascii=False, allow_nan=False) for row in rows)

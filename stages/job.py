@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
+from stages.redaction import hide_secrets
+
 Item = TypeVar("Item")
 
 
@@ -41,7 +43,7 @@ class Job:
 
     def say(self, text: str) -> None:
         """Tell the user one line, and the log."""
-        tqdm.write(f"{self.stage}: {text}", file=sys.stderr)
+        tqdm.write(hide_secrets(f"{self.stage}: {text}"), file=sys.stderr)
         self.event("say", text=text)
 
     def event(self, kind: str, **fields: Any) -> None:
@@ -50,7 +52,7 @@ class Job:
         line = {"time": now, "stage": self.stage, "event": kind}
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(line | fields, ensure_ascii=False) + "\n")
+            stream.write(hide_secrets(json.dumps(line | fields, ensure_ascii=False)) + "\n")
 
     def progress(self, items: Iterable[Item], total: int | None = None, unit: str = "it",
                  start: int = 0) -> Iterator[Item]:

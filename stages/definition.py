@@ -1,0 +1,133 @@
+"""The definition of a stage's run: everything that its outputs are a function of, and nothing else."""
+
+import fnmatch
+import importlib.metadata
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from stages.code import code_digests
+from stages.declaration import Declaration, fill, values_at
+from stages.digests import Digests
+from stages.errors import UserError
+from stages.profile import Profile
+from stages.record import read_record, subjects
+
+SHOWN_CHANGES = 3
+SHOWN_CHARACTERS = 40
+ABSENT = object()
+
+
+class NotReadyError(UserError):
+    """An input that an upstream stage has yet to leave, or a library that is not installed."""
+
+
+def define(root: Path, profile: Profile, declaration: Declaration, digests: Digests) -> dict[str, Any]:
+    """Return the definition; its key is the sha256 of its canonical JSON (`files.digest_of`).
+
+    Image, runner, driver, host and times are no part of it.
+
+    Raises:
+        NotReadyError: an upstream stage has no record yet, or a library is missing.
+        UserError: the declaration and the profile or repository do not fit together.
+    """
+    config = config_of(profile, declaration)
+    plugins = {f"{package}.{value}" for path, package in declaration.plugins
+               for value in values_at(config, path)}
+    tables = {name: value for name, value in config.items() if isinstance(value, dict)}
+    files = {path.relative_to(root).as_posix(): path for path in _files(root, declaration, config)}
+    return {
+        "stage": declaration.stage,
+        "config": config,
+        "seed": profile.seed,
+        "device": profile.device,
+        "dtype": {name: table["dtype"] for name, table in tables.items() if "dtype" in table},
+        "libraries": _libraries(declaration),
+        "code": code_digests(root, [f"stages.{declaration.stage}", *sorted(plugins)]),
+        "inputs": taken_subjects(root, profile.name, declaration, config),
+        "files": {name: digests.of(path) for name, path in files.items()},
+    }
+
+
+def config_of(profile: Profile, declaration: Declaration) -> dict[str, Any]:
+    """Return the sections that the stage declares, as JSON values.
+
+    Raises:
+        UserError: the profile has no such section.
+    """
+    unknown = [name for name in declaration.sections if name not in Profile.model_fields]
+    if unknown:
+        raise UserError(f"stages/{declaration.stage}.py: SECTIONS names {', '.join(unknown)}; "
+                        f"a profile has {', '.join(Profile.model_fields)}")
+    return profile.model_dump(mode="json", include=set(declaration.sections))
+
+
+def taken_subjects(root: Path, profile: str, declaration: Declaration,
+                   config: dict[str, Any]) -> dict[str, str]:
+    """Return 'stage/subject' -> sha256 for everything that TAKES selects, from the upstream records.
+
+    Raises:
+        NotReadyError: an upstream stage has no record yet.
+        UserError: a pattern selects nothing.
+    """
+    taken: dict[str, str] = {}
+    for pattern in declaration.takes:
+        for filled in fill(pattern, config):
+            stage, _, glob = filled.partition("/")
+            record = read_record(root, profile, stage)
+            if record is None:
+                raise NotReadyError(f"it takes what {stage} leaves, and {stage} has not run: make {stage}")
+            chosen = {name: digest for name, digest in subjects(record).items()
+                      if fnmatch.fnmatchcase(name, glob or "*")}
+            if not chosen:
+                raise UserError(f"{declaration.stage}: takes {filled}, but {stage} left nothing of that name")
+            taken |= {f"{stage}/{name}": digest for name, digest in chosen.items()}
+    return taken
+
+
+def changes(old: dict[str, Any], new: dict[str, Any]) -> str:
+    """Say which parts of a definition changed, in a few words."""
+    found = list(_changes(old, new, ""))
+    more = f" and {len(found) - SHOWN_CHANGES} more" if len(found) > SHOWN_CHANGES else ""
+    return ", ".join(found[:SHOWN_CHANGES]) + more
+
+
+def _changes(old: Any, new: Any, path: str) -> Iterator[str]:
+    if old == new:
+        return
+    if not isinstance(old, dict) or not isinstance(new, dict):
+        yield f"{path} {_change(old, new)}"
+        return
+    for name in sorted({*old, *new}):
+        # File and module names hold dots of their own; they stand behind a space.
+        joint = " " if path in {"code", "inputs", "files"} else "."
+        inner = f"{path}{joint}{name}" if path else name
+        yield from _changes(old.get(name, ABSENT), new.get(name, ABSENT), inner)
+
+
+def _change(old: Any, new: Any) -> str:
+    if old is ABSENT or new is ABSENT:
+        return "is new" if old is ABSENT else "is gone"
+    texts = f"{old!r}", f"{new!r}"
+    short = max(map(len, texts)) <= SHOWN_CHARACTERS
+    return f"changed ({texts[0]} -> {texts[1]})" if short else "changed"
+
+
+def _libraries(declaration: Declaration) -> dict[str, str]:
+    versions = {"python": f"{sys.version_info.major}.{sys.version_info.minor}"}
+    for name in declaration.libraries:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError as error:
+            raise NotReadyError(f"it needs {name}, which is not installed here: make install") from error
+    return versions
+
+
+def _files(root: Path, declaration: Declaration, config: dict[str, Any]) -> Iterator[Path]:
+    for pattern in declaration.files:
+        for filled in fill(pattern, config):
+            found = [path for path in root.glob(filled) if path.is_file() and "__pycache__" not in path.parts]
+            if not found:
+                raise UserError(f"{declaration.stage}: reads {filled}, and there is no such file here")
+            yield from sorted(found)

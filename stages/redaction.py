@@ -1,0 +1,29 @@
+"""Variables that only fetch may see, and the hand over their values in whatever is written."""
+
+import os
+import re
+from collections.abc import Mapping
+
+NETWORK_NAMES = re.compile(
+    r"HF_TOKEN|HUGGING_FACE_HUB_TOKEN|HF_ENDPOINT|(https?|all|no)_proxy|PIP_.*|SSL_CERT_(FILE|DIR)|"
+    r"REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE", re.IGNORECASE)
+PRIVATE_PARTS = re.compile(r"TOKEN|PASSWORD|SECRET", re.IGNORECASE)
+SHORTEST = 3  # a password of three letters cannot be told from plain words
+CREDENTIALS_IN_URL = re.compile(r"(?<=://)[^/\s@\"']+(?=@)")
+
+
+def network_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that reach for a network: tokens, endpoints, proxies, pip's settings."""
+    return {name: value for name, value in environment.items() if NETWORK_NAMES.fullmatch(name)}
+
+
+def hide_secrets(text: str) -> str:
+    """Return a text without the values of this process's tokens and without credentials in URLs."""
+    for name, value in network_environment(os.environ).items():
+        if PRIVATE_PARTS.search(name) and value:
+            text = text.replace(value, f"[{name}]")
+        for credentials in CREDENTIALS_IN_URL.findall(value):
+            text = text.replace(credentials, f"[credentials of {name}]")
+            for part in credentials.split(":")[1:]:
+                text = text.replace(part, "[credentials]") if len(part) > SHORTEST else text
+    return CREDENTIALS_IN_URL.sub("[credentials]", text)

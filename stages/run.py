@@ -1,0 +1,107 @@
+"""The front of every stage: decide by content whether it must run, and have it run.
+
+    python -m stages.run distill --profile smollm2      this stage alone, on what upstream stages have left
+    python -m stages.run distill --with-upstream        first what it rests on, where that is not up to date
+    python -m stages.run all                            every stage
+"""
+
+import argparse
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from stages.declaration import chain, read_declarations
+from stages.digests import Digests
+from stages.errors import UserError
+from stages.execution import Shop, StageFailedError, execute
+from stages.place import hold
+from stages.profile import Profile, load_profile
+from stages.runner import RUNNERS, choose_runner
+from stages.state import check_inputs, state_of
+
+ROOT = Path(__file__).resolve().parent.parent
+EVERYTHING = "all"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run what the arguments name; return the exit code (2 for a mistake that the user can mend)."""
+    options = _parser().parse_args(argv)
+    try:
+        return _main(options)
+    except UserError as error:
+        print(f"draftmill: {error}", file=sys.stderr)
+        return 2
+    except StageFailedError as failure:
+        return failure.code
+    except KeyboardInterrupt:
+        return 130
+
+
+def ensure(shop: Shop, stage: str) -> None:
+    """Run a stage unless its record has its key and its outputs hash right.
+
+    Raises:
+        UserError: its inputs are not there, or something declared does not fit.
+        StageFailedError: its process failed.
+    """
+    state = state_of(shop.root, shop.profile, shop.declarations[stage], shop.digests)
+    if state.definition is None:
+        raise UserError(f"{stage}: {state.reason}")
+    if state.reason:
+        print(f"{stage}: runs, because {state.reason}", flush=True)
+        check_inputs(shop.root, shop.profile.name, shop.declarations, state.definition, shop.digests)
+        facts = execute(shop, stage, state.definition, state.key)
+        place = shop.place(stage).relative_to(shop.root)
+        print(f"{stage}: done in {facts['seconds']:.0f} s -> {place}/", flush=True)
+    else:
+        print(f"{stage}: up to date", flush=True)
+    shop.digests.save()
+
+
+def _main(options: argparse.Namespace) -> int:
+    profile = load_profile(options.profile, ROOT / "profiles")
+    runner = choose_runner(options.runner)
+    declarations = read_declarations(ROOT)
+    if options.stage == EVERYTHING:
+        stages = list(declarations)
+        print(_headline(profile, runner.name), flush=True)
+    elif options.stage not in declarations:
+        raise UserError(f"{options.stage}: there is no such stage. Stages: {', '.join(declarations)}")
+    else:
+        needed = chain(declarations, options.stage)
+        stages = needed if options.with_upstream else [options.stage]
+    with hold(ROOT):
+        shop = Shop(ROOT, profile, runner, declarations, Digests(ROOT))
+        for stage in stages:
+            ensure(shop, stage)
+    return 0
+
+
+def _headline(profile: Profile, runner: str) -> str:
+    limits = profile.limits
+    line = (f"draftmill: profile {profile.name}, limit {limits.limit_bytes:,} bytes "
+            f"({limits.allotment_bytes:,} for weights), device {profile.device}, runner {runner}")
+    if profile.device == "cpu" and shutil.which("nvidia-smi"):
+        line += "\ndraftmill: this machine has a GPU; the contest's job is PROFILE=qwen3-8b"
+    return line
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m stages.run", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="A stage runs if its definition (config, code, libraries, inputs; never times) or its outputs\n"
+               "are not as its record in logs/PROFILE/STAGE.json says. `python -m stages.plan` shows this\n"
+               "without running anything.")
+    parser.add_argument("stage", help="a stage, or 'all'")
+    parser.add_argument("--profile", default=os.environ.get("PROFILE") or "smollm2",
+                        help="profiles/NAME.toml (default: $PROFILE, else smollm2)")
+    parser.add_argument("--runner", default=os.environ.get("RUNNER") or "host",
+                        help=f"where it runs: {', '.join(RUNNERS)} (default: $RUNNER, else host)")
+    parser.add_argument("--with-upstream", action="store_true", help="first run the stages that it rests on")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

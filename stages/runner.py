@@ -1,0 +1,156 @@
+"""The seam at which a stage leaves this process: a call, and the runners that can carry it out."""
+
+import importlib.metadata
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Protocol
+
+from stages.errors import UserError
+from stages.redaction import network_environment
+
+PASSED = ("PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "TERM", "COLUMNS", "LD_LIBRARY_PATH", "CUDA_HOME",
+          "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
+FIXED = {
+    # libgomp's spinning threads starve each other as soon as anything else is busy.
+    "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0",
+    "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1",
+    "TZ": "UTC", "LC_ALL": "C.UTF-8", "SOURCE_DATE_EPOCH": "315532800",  # 1980-01-01, the first day of zip
+    "TOKENIZERS_PARALLELISM": "false", "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+}
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+PIN = re.compile(r"^([A-Za-z0-9._-]+)(?:\[[^\]]*\])?==([^\s;\\]+)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a stage's process is given, in terms that a container can honour as well.
+
+    Attributes:
+        argv: what to execute, after the interpreter.
+        env: the whole environment.
+        root: the repository, the working folder.
+        reads: paths that it reads.
+        writes: paths that it writes.
+        network: whether it may meet a network.
+        devices: how many GPUs it needs.
+    """
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    root: Path
+    reads: tuple[Path, ...]
+    writes: tuple[Path, ...]
+    network: bool
+    devices: int
+
+
+class Runner(Protocol):
+    """Carries out calls: on this machine, or one day in a container."""
+
+    name: str
+
+    def run(self, call: Call) -> int:
+        """Execute a call, pass SIGINT and SIGTERM on to it, and return its exit code."""
+
+    def unlocked(self, root: Path) -> dict[str, list[str]]:
+        """Return the libraries whose version is not the lock's: name -> [locked, found]."""
+
+
+class Host:
+    """This machine, in the virtual environment that was installed from the hashed lock."""
+
+    name = "host"
+
+    def run(self, call: Call) -> int:
+        """Execute a call with the interpreter that runs now, in a session of its own."""
+        child = subprocess.Popen([sys.executable, *call.argv], env=dict(call.env), cwd=call.root,
+                                 start_new_session=True)
+        asked: list[int] = []
+
+        def pass_on(number: int, _frame: FrameType | None) -> None:
+            asked.append(number)  # whoever asks twice does not want to wait
+            child.send_signal(number if len(asked) == 1 else signal.SIGKILL)
+
+        before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            code = child.wait()
+        finally:
+            _sweep(child.pid)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        return code if code >= 0 else 128 - code
+
+    def unlocked(self, root: Path) -> dict[str, list[str]]:
+        """Compare what is installed with lock/build.txt."""
+        try:
+            pins = PIN.findall((root / "lock" / "build.txt").read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {"lock/build.txt": ["present", "missing"]}
+        found = {name: [locked, _version(name)] for name, locked in pins}
+        return {name: pair for name, pair in found.items() if pair[0] != pair[1].partition("+")[0]}
+
+
+class System(Host):
+    """This machine with whatever its `python3` has: for borrowed machines."""
+
+    name = "system"
+
+
+RUNNERS: dict[str, type[Host]] = {runner.name: runner for runner in (Host, System)}
+
+
+def choose_runner(name: str) -> Runner:
+    """Return the runner of a name.
+
+    Raises:
+        UserError: there is none; the text names those that exist.
+    """
+    if name not in RUNNERS:
+        raise UserError(f"RUNNER={name}: there is no such runner. Runners: {', '.join(RUNNERS)}")
+    return RUNNERS[name]()
+
+
+def environment(root: Path, network: bool) -> dict[str, str]:
+    """Return a stage's whole environment; tokens, endpoints and proxies only where a network may be met."""
+    ours = {name: os.environ[name] for name in PASSED if name in os.environ}
+    cache = root / "build" / ".cache"
+    ours |= FIXED | {"OMP_NUM_THREADS": str(threads()), "HF_HOME": str(cache / "huggingface"),
+                     "TRITON_CACHE_DIR": str(cache / "triton"),
+                     "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor")}
+    ours["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{ours.get('PATH', os.defpath)}"
+    return ours | (network_environment(os.environ) if network else OFFLINE)
+
+
+def threads() -> int:
+    """Return OMP_NUM_THREADS if it is set, else the cores that this process may use."""
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    if asked.isdigit() and int(asked) > 0:
+        return int(asked)
+    cores = len(os.sched_getaffinity(0))
+    try:  # a container may see 64 cores and be given two
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+        return max(1, min(cores, round(int(quota) / int(period))))
+    except (OSError, ValueError):
+        return cores
+
+
+def _sweep(group: int) -> None:
+    """End what a stage may have started and left behind."""
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "missing"
