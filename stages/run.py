@@ -91,9 +91,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m stages.run", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="A stage runs if its definition (config, code, libraries, inputs; never times) or its outputs\n"
-               "are not as its record in logs/PROFILE/STAGE.json says. `python -m stages.plan` shows this\n"
-               "without running anything.")
+        epilog="A stage runs if its definition (config, code, libraries, inputs; never times) or its\n"
+               "outputs are not as its record in logs/PROFILE/STAGE.json says. `python -m stages.plan`\n"
+               "shows this without running anything.")
     parser.add_argument("stage", help="a stage, or 'all'")
     parser.add_argument("--profile", default=os.environ.get("PROFILE") or "smollm2",
                         help="profiles/NAME.toml (default: $PROFILE, else smollm2)")

@@ -1,0 +1,69 @@
+# draftmill's front door. `make` prints the targets; everything else is a Python module with a --help of its own.
+PROFILE ?= smollm2
+RUNNER  ?= host
+PYTHON  ?=
+export PROFILE RUNNER
+# Two busy processes with spinning OpenMP threads slow each other tenfold.
+export OMP_WAIT_POLICY = PASSIVE
+export GOMP_SPINCOUNT = 0
+
+STAGES := fetch data teacher distill qat wheels pack selfcheck
+PY := $(if $(filter system,$(RUNNER)),python3,.venv/bin/python)
+
+.DEFAULT_GOAL := help
+# Goals one after the other even under -j: `make -j8 clean all` is clean, then all.
+.NOTPARALLEL:
+.PHONY: help all install plan $(STAGES) size-check verify report serve test lint lock clean clean-all
+
+# Run $(1) with the first Python 3.12 that really runs (a pyenv shim may be on PATH and refuse).
+define with_python_312
+for python in $(if $(PYTHON),"$(PYTHON)",python3.12 python3 "$$HOME"/.pyenv/versions/3.12.*/bin/python /opt/venv/bin/python .venv/bin/python); do \
+	"$$python" -c 'import sys, ensurepip; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null && exec "$$python" $(1); \
+done; \
+echo 'draftmill: no Python 3.12 found$(if $(PYTHON), at $(PYTHON)). Install one (with pyenv: pyenv install 3.12), or say make PYTHON=/path/to/python3.12' >&2; exit 2
+endef
+
+##@ Build (each does nothing where nothing changed; PROFILE=smollm2 unless told otherwise)
+all: install ## every stage, then the report: a complete submission in output/
+	@$(PY) -m stages.run all
+	@$(PY) -m stages.report
+fetch: ## bring the pinned upstream files to vendor/; the only stage that meets a network
+data: ## prompts for training, and those held out
+teacher: ## the target's greedy continuations with top-k logprobs
+distill: ## train the drafter in bf16
+qat: ## train it through the codec's rounding, and pack its weights
+wheels: ## the wheelhouse for serving, proven complete offline
+pack: ## write output/, the submission
+selfcheck: ## rehearse the grader on a copy of output/
+$(STAGES): install
+	@$(PY) -m stages.run $@ --with-upstream
+
+##@ Look
+plan: install ## what each stage would do, take and leave
+	@$(PY) -m stages.plan
+report: install ## tau, bytes, gates and times of what was built
+	@$(PY) -m stages.report
+size-check: install ## bytes of output/ by component; fails over the limit
+	@$(PY) -m stages.size
+verify: install ## hash everything anew against the records
+	@$(PY) -m stages.verify
+serve: install ## start output/serve.sh (HOST, PORT, MODEL_NAME)
+	@PATH="$$PWD/.venv/bin:$$PATH" exec bash output/serve.sh
+
+##@ Work on it
+install: ## make .venv from the hashed locks, once (PYTHON=/path/to/python3.12 if it is hidden)
+	@test '$(RUNNER)' = system || .venv/bin/python -m stages.environment --check 2>/dev/null || { $(call with_python_312,-m stages.environment); }
+test: install ## the whole test suite
+	@$(PY) -m pytest
+lint: install ## ruff and mypy
+	@$(PY) -m ruff check
+	@$(PY) -m mypy
+lock: install ## make lock/*.txt from lock/*.in again
+	@$(PY) -m stages.lock
+clean: ## remove build/, logs/, wheels/ and output/
+	@$(call with_python_312,-m stages.clean)
+clean-all: ## the same, and vendor/ and .venv/
+	@$(call with_python_312,-m stages.clean --all)
+help: ## this text
+	@echo 'draftmill: make TARGET [PROFILE=$(PROFILE)] [RUNNER=host|system]'
+	@awk '/^##@ /{print "\n" substr($$0, 5)} /^[a-z-]+:.* ## /{split($$0, part, ":.* ## |: ## "); printf "  %-12s%s\n", part[1], part[2]}' Makefile

@@ -1,0 +1,83 @@
+"""The virtual environment .venv, made once from the hashed locks. Needs nothing but Python's own library.
+
+    python3.12 -m stages.environment            make it, unless it is there and answers to the locks
+    python3.12 -m stages.environment --check    exit 0 if it does, else 1
+"""
+
+import argparse
+import hashlib
+import subprocess
+import sys
+import time
+import venv
+from pathlib import Path
+
+from stages.errors import UserError
+from stages.files import write_atomic
+from stages.place import hold
+
+ROOT = Path(__file__).resolve().parent.parent
+LOCKS = ("lock/build.txt", "lock/dev.txt")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Make or check the environment; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m stages.environment", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="only say whether it is ready")
+    options = parser.parse_args(argv)
+    try:
+        if options.check:
+            return 0 if ready(ROOT) else 1
+        if not ready(ROOT):
+            with hold(ROOT):
+                if not ready(ROOT):  # another shell may have made it while this one waited
+                    make(ROOT)
+    except UserError as error:
+        print(f"draftmill: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def ready(root: Path) -> bool:
+    """Whether .venv was installed to the end from the locks as they are now."""
+    stamp = root / ".venv" / "draftmill-locks"
+    return stamp.is_file() and stamp.read_text(encoding="ascii") == _state(root)
+
+
+def make(root: Path) -> None:
+    """Make .venv anew and install every pin of the locks, by hash.
+
+    The stamp is written last: a killed install has none and is begun again.
+
+    Raises:
+        UserError: a lock is missing, or pip fails.
+    """
+    state, started = _state(root), time.monotonic()
+    print("draftmill: making .venv from the hashed locks, once (about 7 GB, a few minutes)", flush=True)
+    venv.EnvBuilder(with_pip=True, clear=True, symlinks=True).create(root / ".venv")
+    command = [str(root / ".venv" / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install",
+               "--require-hashes", "--only-binary", ":all:"]
+    for lock in LOCKS:
+        command += ["--requirement", str(root / lock)]
+    code = subprocess.run(command, check=False).returncode
+    if code:
+        raise UserError("pip could not install the locks (its words are above); then run make again")
+    write_atomic(root / ".venv" / "draftmill-locks", state)
+    print(f"draftmill: .venv is ready after {time.monotonic() - started:.0f} s", flush=True)
+
+
+def _state(root: Path) -> str:
+    digest = hashlib.sha256(str(root).encode())  # an environment cannot be moved
+    for lock in LOCKS:
+        try:
+            digest.update((root / lock).read_bytes())
+        except FileNotFoundError as error:
+            raise UserError(f"{lock} is missing: git checkout {lock}") from error
+    return digest.hexdigest()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
