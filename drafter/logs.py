@@ -1,0 +1,50 @@
+"""Logs: one line of JSON an event, on stderr."""
+
+import json
+import logging
+import sys
+import time
+from typing import Any
+
+LOGGER = logging.getLogger("drafter")
+
+
+class _JsonLines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line: dict[str, Any] = {
+            "time": f"{stamp}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "event": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.name != LOGGER.name:
+            line["logger"] = record.name
+        if record.exc_info and record.exc_info[1]:
+            line["error"] = described(record.exc_info[1])
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+def configure(level: str) -> None:
+    """Send the drafter's events from `level` on, and other libraries' warnings, to stderr."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonLines())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    LOGGER.setLevel(level.upper())
+
+
+def event(level: int, name: str, **fields: object) -> None:
+    """Log one event with its fields."""
+    LOGGER.log(level, name, extra={"fields": fields})
+
+
+def described(error: BaseException) -> str:
+    """Name an exception, the start of its text, and where it was raised."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    place = ""
+    if trace is not None:
+        code = trace.tb_frame.f_code
+        place = f" ({code.co_filename.rpartition('/')[2]}:{trace.tb_lineno} in {code.co_name})"
+    return f"{type(error).__name__}: {str(error)[:200]}{place}"

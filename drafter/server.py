@@ -1,0 +1,195 @@
+"""The server process: loads what FOLDER holds, warms up, listens, and goes down in order.
+
+Usage: python -m drafter.server --weights FOLDER
+
+Environment: HOST (127.0.0.1), PORT (8000), MODEL_NAME (submission). Exit codes: 0 after SIGTERM or SIGINT;
+2 for what its user can mend (a missing or damaged file, a taken port), with a sentence on stderr; 1 for a
+fault that a fresh process may not have.
+"""
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from drafter import logs, weights
+from drafter.app import Service
+from drafter.batcher import PROBE, Batcher, Limits
+from drafter.engine import Engine
+from drafter.metrics import Metrics
+from drafter.model import build
+from drafter.settings import WEIGHTS, Address, Settings, Sums
+
+BACKLOG = 1024
+GRACE_S = 8.0  # for the answers that are under way when the server is told to stop
+LAST_WORDS_S = 1.0
+WARM_UP_TOKENS = 64
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until told to stop; see the module's head for the exit codes."""
+    parser = argparse.ArgumentParser(
+        prog="drafter.server", description="Serve drafts over HTTP.",
+        epilog="Environment: HOST (127.0.0.1), PORT (8000), MODEL_NAME (submission).",
+    )
+    parser.add_argument("--weights", type=Path, required=True, metavar="FOLDER",
+                        help="the folder of model.safetensors, serving.json and SHA256SUMS")
+    parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    arguments = parser.parse_args(argv)
+    logs.configure(arguments.log_level)
+    signal.signal(signal.SIGTERM, _leave)  # until the loop takes over
+    try:
+        address = Address.from_environment(os.environ)
+        listener = bind(address)
+        settings = Settings.read(arguments.weights)
+        sums = Sums.check(arguments.weights)
+        engine = open_engine(arguments.weights, settings)
+        warm_up(engine, settings)
+        return asyncio.run(serve(engine, settings, address, sums, listener))
+    except (ValueError, OSError) as error:
+        print(f"drafter: {error}", file=sys.stderr)
+        return 2
+    except Exception as error:
+        logs.event(logging.CRITICAL, "start failed", error=logs.described(error))
+        return 1
+
+
+def _leave(_number: int, _frame: object) -> NoReturn:
+    sys.exit(0)
+
+
+def bind(address: Address) -> socket.socket:
+    """Take the port before anything slow; connections are refused until the server listens.
+
+    Raises:
+        ValueError: it is taken, not ours to take, or the host is no address of this machine.
+    """
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(place)
+    except OSError as error:
+        raise _no_listener(address, error) from error
+    return listener
+
+
+def _no_listener(address: Address, error: OSError) -> ValueError:
+    return ValueError(
+        f"cannot listen on {address.host} port {address.port} ({error.strerror or error}); "
+        "set HOST and PORT to a free address of this machine"
+    )
+
+
+def open_engine(folder: Path, settings: Settings) -> Engine:
+    """Load the weights onto the GPU in bfloat16, or onto the CPU in the type that serving.json names.
+
+    Raises:
+        ValueError: the weights or the token limit do not fit; the message names the file.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else getattr(torch, settings.dtype_cpu)
+    started = time.monotonic()
+    config, tensors = weights.load(folder / WEIGHTS, device)
+    if settings.token_limit > config.vocab_size:
+        raise ValueError(
+            f"{folder}: token_limit is {settings.token_limit}, but there are {config.vocab_size} embeddings"
+        )
+    try:
+        decoder = build(config, tensors, dtype, device)
+    except ValueError as error:
+        raise ValueError(f"{folder / WEIGHTS}: {error}") from error
+    logs.event(logging.INFO, "weights loaded", device=device, dtype=str(dtype).removeprefix("torch."),
+               took_s=round(time.monotonic() - started, 3))
+    slots = settings.slots or settings.max_batch
+    return Engine(decoder, settings.context_tokens, slots=slots, token_limit=settings.token_limit)
+
+
+def warm_up(engine: Engine, settings: Settings) -> None:
+    """Draft once alone and once in a full batch, so that no request pays for a first time.
+
+    Raises:
+        RuntimeError: a draft comes out empty.
+    """
+    started = time.monotonic()
+    length = min(WARM_UP_TOKENS, settings.context_tokens)
+    for batch in ([PROBE], [PROBE * length] * settings.max_batch):
+        if not all(engine.draft(batch, settings.draft_tokens)):
+            raise RuntimeError("the warm-up gave an empty draft")
+    logs.event(logging.INFO, "warmed up", took_s=round(time.monotonic() - started, 3))
+
+
+async def serve(engine: Engine, settings: Settings, address: Address, sums: Sums,
+                listener: socket.socket) -> int:
+    """Answer requests until a signal or a fault that sticks; return the exit code.
+
+    Sanic's own `run` is not used: its manager kills workers that load for long, and its single process
+    swallows a taken port and leaves kept-alive connections open through the whole time of grace.
+    """
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    limits = Limits(draft_tokens=settings.draft_tokens, max_batch=settings.max_batch)
+    batcher = Batcher(engine.draft, limits, Metrics())
+    service = Service(settings, address, sums, engine.decoder.config.vocab_size, batcher)
+    batcher.start()
+    server = await _listen(service, address, listener)
+    host, port = listener.getsockname()[:2]
+    logs.event(logging.INFO, "listening", host=host, port=port, model=address.model_name,
+               weights_sha256=sums.weights)
+    waits = [asyncio.create_task(event.wait()) for event in (stop, batcher.given_up)]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    code = 1 if batcher.given_up.is_set() else 0
+    logs.event(logging.INFO, "stopping", code=code, open_connections=len(server.connections))
+    service.draining = True
+    server.server.close()
+    await _drain(server, GRACE_S)
+    batcher.stop()
+    await _drain(server, LAST_WORDS_S)
+    logs.event(logging.INFO, "stopped", code=code)
+    if batcher.busy or code:
+        _exit_now(code)  # a step that hangs in the device would hold up an orderly exit for ever
+    return code
+
+
+async def _listen(service: Service, address: Address, listener: socket.socket) -> Any:
+    try:
+        server: Any = await service.app().create_server(
+            sock=listener, backlog=BACKLOG, return_asyncio_server=True,
+            asyncio_server_kwargs={"start_serving": False},  # no request may come before the routes are ready
+        )
+        await server.startup()
+        await server.start_serving()
+        return server
+    except OSError as error:  # two servers may bind; only one may listen
+        raise _no_listener(address, error) from error
+
+
+async def _drain(server: Any, patience_s: float) -> None:
+    """Close what is idle until no connection is left, for at most `patience_s` seconds."""
+    end = time.monotonic() + patience_s
+    while server.connections and time.monotonic() < end:
+        for connection in list(server.connections):
+            if not connection.recv_buffer:  # its next request may have come in already
+                connection.close_if_idle()
+        await asyncio.sleep(0.02)
+
+
+def _exit_now(code: int) -> NoReturn:
+    logging.shutdown()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+#!/usr/bin/env bash
+# Serves the drafter that lies beside this file; needs no network and writes nothing beside itself.
+#
+#   bash serve.sh
+#
+# Environment: HOST (0.0.0.0), PORT (8000), MODEL_NAME (submission), PYTHON (python3 on PATH: a 3.12 with torch),
+# TMPDIR (/tmp: the wheels are installed there once, and caches live there).
+# Exit codes: 0 after SIGTERM or SIGINT; 2 for what you can mend, with a sentence; 1 when the server keeps failing.
+set -u
+unset CDPATH
+umask 077
+
+RAPID_FAILURES=5  # this many in a row, none of which served for STEADY_S seconds, and we give up
+STEADY_S=60
+
+say() { printf 'serve.sh: %s\n' "$*" >&2; }
+refuse() { say "$*"; exit 2; }
+
+child=""
+stopping=""
+stop() {
+    stopping=1
+    if [ -n "$child" ]; then kill -TERM "$child" 2>/dev/null; fi
+}
+trap stop TERM INT
+
+# Runs a command so that a signal reaches it at once, waits for its end, returns its exit code.
+run() {
+    "$@" &
+    child=$!
+    if [ -n "$stopping" ]; then kill -TERM "$child" 2>/dev/null; fi
+    wait "$child"
+    local code=$?
+    # A trapped signal ends `wait` early, while the child still goes down.
+    while kill -0 "$child" 2>/dev/null; do wait "$child"; code=$?; done
+    child=""
+    return "$code"
+}
+
+leave_if_told() { if [ -n "$stopping" ]; then exit 0; fi; }
+
+here=$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")
+case $here in *:*) refuse "Python cannot import from a path with a colon ($here); copy the folder elsewhere" ;; esac
+requirements=$here/wheels/requirements.txt
+[ -r "$requirements" ] || refuse "$requirements is missing; copy the whole folder again"
+
+python=${PYTHON:-python3}
+unset PYTHONHOME PYTHONSTARTUP PYTHONPATH
+unset http_proxy https_proxy all_proxy ftp_proxy HTTP_PROXY HTTPS_PROXY ALL_PROXY FTP_PROXY
+export PYTHONDONTWRITEBYTECODE=1 PYTHONNOUSERSITE=1 PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
+export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
+export OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0  # spinning threads starve the rest of a small machine
+export HOST=${HOST:-0.0.0.0} PORT=${PORT:-8000} MODEL_NAME=${MODEL_NAME:-submission}
+export USER=${USER:-drafter} LOGNAME=${LOGNAME:-drafter}  # there may be no passwd entry to ask
+
+mend="put a Python 3.12 with torch first on PATH, or name one in PYTHON"
+command -v -- "$python" >/dev/null || refuse "there is no $python; $mend"
+found=$("$python" - "$requirements" <<'PY'
+import hashlib, importlib.util, pathlib, sys
+torch = "torch" if importlib.util.find_spec("torch") else "no-torch"
+digest = hashlib.sha256(pathlib.Path(sys.argv[1]).read_bytes()).hexdigest()[:16]
+print("%d.%d" % sys.version_info[:2], torch, digest)
+PY
+) || refuse "$python does not run; $mend"
+read -r version torch digest <<<"$found"
+[ "$version" = 3.12 ] || refuse "$python is Python $version; $mend"
+[ "$torch" = torch ] || refuse "$python has no torch; $mend"
+
+# The first folder that can hold programs: compiled libraries do not load from one mounted noexec.
+runs_programs() {
+    local probe
+    probe=$(mktemp -- "$1/draftmill-probe.XXXXXX" 2>/dev/null) || return 1
+    printf '#!/bin/sh\nexit 0\n' >"$probe" && chmod 700 "$probe" && "$probe" 2>/dev/null
+    local code=$?
+    rm -f -- "$probe"
+    return "$code"
+}
+base=""
+for candidate in "${TMPDIR:-/tmp}" /tmp /var/tmp /dev/shm; do
+    if runs_programs "$candidate"; then base=$(readlink -f -- "$candidate") && break; fi
+done
+[ -n "$base" ] || refuse "${TMPDIR:-/tmp} cannot be written to, or not run from; set TMPDIR to a folder of yours"
+case $base in *:*) refuse "Python cannot import from a path with a colon ($base); set TMPDIR to another" ;; esac
+
+home=$base/draftmill-$EUID-$digest
+mkdir -- "$home" 2>/dev/null
+if [ -L "$home" ] || [ ! -d "$home" ] || [ ! -O "$home" ]; then
+    refuse "$home is not a folder of this user, so it is not trusted; remove it or set TMPDIR to another folder"
+fi
+chmod 700 "$home" || refuse "$home cannot be closed to others; set TMPDIR to another folder"
+site=$home/site
+export TMPDIR=$base
+export XDG_CACHE_HOME=$home/cache TRITON_CACHE_DIR=$home/cache/triton TORCHINDUCTOR_CACHE_DIR=$home/cache/inductor
+if [ ! -d "${HOME:-}" ] || [ ! -w "${HOME:-}" ]; then export HOME=$home; fi
+
+# Installed beside its place and moved in whole: of two that start at once, one wins and both serve.
+install_wheels() {
+    local fresh log
+    find "$home" -maxdepth 1 -name 'new.*' -mmin +60 -exec rm -rf -- {} + 2>/dev/null
+    fresh=$(mktemp -d -- "$home/new.XXXXXX") || refuse "$home cannot be written to; set TMPDIR to another folder"
+    log=$fresh/pip.log
+    PIP_CONFIG_FILE=/dev/null run "$python" -m pip --isolated install --quiet --disable-pip-version-check \
+        --no-input --no-cache-dir --no-index --find-links "$here/wheels" --require-hashes --no-deps \
+        --target "$fresh/site" --requirement "$requirements" >"$log" 2>&1
+    local code=$?
+    mkdir -p -- "$fresh/site"  # a list without wheels leaves none
+    if [ "$code" != 0 ]; then
+        local last
+        last=$(grep -v '^[[:space:]]*$' "$log" | tail -n 1)
+        rm -rf -- "$fresh"
+        leave_if_told
+        refuse "the wheels in $here/wheels do not install: ${last:-pip said nothing}"
+    fi
+    mv -T -- "$fresh/site" "$site" 2>/dev/null
+    rm -rf -- "$fresh"
+    [ -d "$site" ] || refuse "$site cannot be written; set TMPDIR to another folder"
+}
+if [ ! -d "$site" ]; then install_wheels; fi
+leave_if_told
+
+failures=0
+while :; do
+    since=$SECONDS
+    PYTHONPATH=$site:$here run "$python" -m drafter.server --weights "$here"
+    code=$?
+    leave_if_told
+    case $code in 0 | 2) exit "$code" ;; esac
+    if [ $((SECONDS - since)) -ge "$STEADY_S" ]; then failures=0; fi
+    failures=$((failures + 1))
+    if [ "$failures" -ge "$RAPID_FAILURES" ]; then
+        say "the server failed $failures times in a row, the last time with code $code; its log says why"
+        exit 1
+    fi
+    pause=$((1 << (failures - 1)))
+    say "the server ended with code $code; starting it again in $pause s"
+    run sleep "$pause"
+    leave_if_told
+done

@@ -1,0 +1,152 @@
+"""Real server processes over a tiny drafter with random weights, for the tests."""
+
+import hashlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import torch
+
+from drafter import weights
+from drafter.model import Decoder, ModelConfig
+
+ROOT = Path(__file__).parents[1]
+TOKEN_LIMIT = 500
+CONTEXT = 96
+CONFIG = ModelConfig(
+    vocab_size=512, hidden_size=64, intermediate_size=128, layers=2, heads=4, kv_heads=2, head_dim=16,
+    rope_theta=1e4, rms_eps=1e-5, tied=True, qk_norm=False,
+)
+SERVING = {
+    "draft_tokens": 16, "context_tokens": CONTEXT, "max_batch": 32, "token_limit": TOKEN_LIMIT,
+    "dtype_cpu": "float32", "request_max_bytes": 100_000,
+}
+
+
+def random_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+    """Random weights, wide enough that drafts differ from one another."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        return {name: value if "norm" in name else torch.randn_like(value) * 0.3
+                for name, value in Decoder(CONFIG).state_dict().items()}
+
+
+def write_model(folder: Path, serving: dict[str, object] = SERVING) -> Path:
+    """Write what the server reads: weights, serving.json and their sums."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = random_tensors()
+    plan = {name: {"codec": "bf16", "shape": list(value.shape)} for name, value in tensors.items()}
+    weights.save(folder / "model.safetensors", CONFIG, plan, weights.encode(tensors, plan))
+    (folder / "serving.json").write_text(json.dumps(serving))
+    write_sums(folder, ["model.safetensors", "serving.json"])
+    return folder
+
+
+def write_sums(folder: Path, names: list[str]) -> None:
+    """Write SHA256SUMS over some files of a folder."""
+    rows = [f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in names]
+    (folder / "SHA256SUMS").write_text("".join(rows))
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """The environment of a test's server: one thread, no spinning, any free port."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "HOST"))}
+    return kept | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PORT": "0", **changes}
+
+
+class Server:
+    """A running server: its process, its address, and the log it has written so far."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.process = process
+        self.log = log
+        self.url = ""
+
+    def events(self) -> list[dict[str, object]]:
+        """What it logged, the lines that are JSON."""
+        return [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
+
+    def wait_until_ready(self, deadline_s: float = 60, starts: int = 1) -> None:
+        """Wait for the port that it logs and for /health, polling with a deadline."""
+        end = time.monotonic() + deadline_s
+        while time.monotonic() < end:
+            if self.process.poll() is not None:
+                raise AssertionError(f"the server ended with {self.process.returncode}: {self.log.read_text()}")
+            ports = [event["port"] for event in self.events() if event["event"] == "listening"]
+            if len(ports) >= starts:
+                self.url = f"http://127.0.0.1:{ports[-1]}"
+                if answers(self.url):
+                    return
+            time.sleep(0.05)
+        raise AssertionError(f"not ready after {deadline_s} s: {self.log.read_text()}")
+
+    def wait_for(self, text: str, deadline_s: float = 60) -> None:
+        """Wait until the log holds a text."""
+        end = time.monotonic() + deadline_s
+        while text not in self.log.read_text():
+            assert time.monotonic() < end, f"no {text!r} after {deadline_s} s: {self.log.read_text()}"
+            time.sleep(0.02)
+
+    def stop(self) -> int:
+        """Send SIGTERM and return the exit code; the server has 10 s."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(10)
+
+    def kill(self) -> None:
+        """End whatever is left of it."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+def answers(url: str) -> bool:
+    """Whether /health says 200."""
+    try:
+        return httpx.get(f"{url}/health", timeout=5, trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@contextmanager
+def started(command: list[str], log: Path, cwd: Path | None = None, **env: str):
+    """Run a server command until the block ends."""
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            command, stdout=stream, stderr=stream, stdin=subprocess.DEVNULL, cwd=cwd or ROOT,
+            env=environment(**env),
+        )
+    server = Server(process, log)
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+@contextmanager
+def running(folder: Path, *arguments: str, module: tuple[str, ...] = ("-m", "drafter.server"), **env: str):
+    """Run `python -m drafter.server` over a folder until the block ends."""
+    command = [sys.executable, *module, "--weights", str(folder), *arguments]
+    with started(command, folder.parent / f"{folder.name}.log", **env) as server:
+        server.wait_until_ready()
+        yield server
+
+
+def failed(folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run a server that is expected to end by itself."""
+    command = [sys.executable, "-m", "drafter.server", "--weights", str(folder)]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, cwd=ROOT, env=environment(**env), check=False
+    )
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        return held.getsockname()[1]

@@ -1,0 +1,227 @@
+"""The batcher in process: what is gathered, and how faults stay where they belong."""
+
+import asyncio
+import json
+import threading
+import time
+
+import pytest
+
+from drafter import logs
+from drafter.batcher import PROBE, Batcher, Limits
+from drafter.metrics import Metrics
+
+QUICK = Limits(draft_tokens=4, max_batch=8, probe_s=0.02, broken_s=0.2, broken_rounds=3)
+
+
+class Model:
+    """Drafts the request's last token, counted up; keeps what it was asked for."""
+
+    def __init__(self, fault=lambda model, requests: None):
+        self.batches = []
+        self.fault = fault
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def draft(self, requests, count):
+        self.batches.append([list(request) for request in requests])
+        assert self.gate.wait(10)
+        self.fault(self, requests)
+        return [[request[-1] + step for step in range(1, count + 1)] for request in requests]
+
+
+def expected(tokens, count=4):
+    return [tokens[-1] + step for step in range(1, count + 1)]
+
+
+def count_of(metrics, name, **labels):
+    return metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+def trial(scenario, fault=lambda model, requests: None, limits=QUICK):
+    """Run a scenario(model, batcher) with a started batcher."""
+    async def run():
+        model = Model(fault)
+        batcher = Batcher(model.draft, limits, Metrics())
+        batcher.start()
+        try:
+            await scenario(model, batcher)
+        finally:
+            model.gate.set()
+            batcher.stop()
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+def raising(model, requests):
+    raise RuntimeError("out of order")
+
+
+def test_what_comes_while_a_step_runs_is_drafted_in_the_next():
+    async def scenario(model, batcher):
+        model.gate.clear()
+        first = asyncio.create_task(batcher.submit([1], 10))
+        await until(lambda: model.batches)
+        rest = [asyncio.create_task(batcher.submit([10 * row], 10)) for row in range(1, 12)]
+        await asyncio.sleep(0)
+        model.gate.set()
+        assert await first == expected([1])
+        assert await asyncio.gather(*rest) == [expected([10 * row]) for row in range(1, 12)]
+        assert [len(batch) for batch in model.batches] == [1, 8, 3]
+    trial(scenario)
+
+
+def test_requests_that_come_together_share_the_first_step():
+    async def scenario(model, batcher):
+        await asyncio.gather(*(batcher.submit([row], 10) for row in range(6)))
+        assert [len(batch) for batch in model.batches] == [6]
+        assert count_of(batcher.metrics, "drafter_batch_rows_count") == 1
+        assert count_of(batcher.metrics, "drafter_queue_seconds_count") == 6
+    trial(scenario)
+
+
+def test_one_fault_costs_nobody_the_draft(capfd):
+    def once(model, requests):
+        if len(model.batches) == 1:
+            raise RuntimeError("a passing fault")
+
+    async def scenario(model, batcher):
+        started = time.monotonic()
+        drafts = await asyncio.gather(*(batcher.submit([row], 10) for row in range(8)))
+        assert drafts == [expected([row]) for row in range(8)]
+        assert time.monotonic() - started < 1
+        assert await batcher.submit([9], 10) == expected([9])
+        assert batcher.ready(50)
+        assert count_of(batcher.metrics, "drafter_failures_total", kind="step") == 1
+        assert count_of(batcher.metrics, "drafter_failures_total", kind="request") == 0
+    logs.configure("info")
+    trial(scenario, once)
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    assert [line["event"] for line in lines] == ["step failed"]
+    assert lines[0]["requests"] == 8
+    assert "a passing fault" in lines[0]["error"]
+
+
+def test_a_request_that_cannot_be_drafted_goes_without_and_its_neighbours_do_not():
+    def poisoned(model, requests):
+        if [13] in requests:
+            raise ValueError("this one")
+
+    async def scenario(model, batcher):
+        rows = [11, 12, 13, 14]
+        for _ in range(4):
+            drafts = await asyncio.gather(*(batcher.submit([row], 10) for row in rows))
+            assert drafts == [[] if row == 13 else expected([row]) for row in rows]
+            assert batcher.ready(50)
+        # Alone and again and again it still does not make the engine look broken.
+        for _ in range(QUICK.broken_rounds + 2):
+            assert await batcher.submit([13], 10) == []
+        assert batcher.ready(50) and batcher.alive
+    trial(scenario, poisoned, Limits(draft_tokens=4, max_batch=8, broken_s=0, broken_rounds=1))
+
+
+def test_a_fault_that_lasts_is_answered_at_once_seen_and_given_up(capfd):
+    async def scenario(model, batcher):
+        started = time.monotonic()
+        drafts = await asyncio.gather(*(batcher.submit([row], 10) for row in range(8)))
+        assert drafts == [[]] * 8
+        # The step, one request alone, the probe: nobody waits for more tries of a broken engine.
+        assert len(model.batches) == 3
+        assert not batcher.ready(50) and batcher.alive
+        assert await batcher.submit([1], 10) == []
+        await batcher.given_up.wait()
+        assert time.monotonic() - started < 5
+        await until(lambda: not batcher.alive)
+        assert await batcher.submit([1], 10) == []
+    logs.configure("info")
+    trial(scenario, raising)
+    events = [json.loads(line)["event"] for line in capfd.readouterr().err.splitlines()]
+    assert events == ["step failed", "step failed", "given up"]
+
+
+def test_an_engine_that_recovers_is_ready_again_without_a_request():
+    def broken_for_a_while(model, requests):
+        if len(model.batches) < 5:
+            raising(model, requests)
+
+    async def scenario(model, batcher):
+        assert await batcher.submit([1], 10) == []
+        await until(lambda: not batcher.ready(50))
+        await until(lambda: batcher.ready(50))
+        assert model.batches[-1] == [PROBE]
+        assert await batcher.submit([1], 10) == expected([1])
+    trial(scenario, broken_for_a_while, Limits(draft_tokens=4, probe_s=0.01, broken_s=60))
+
+
+@pytest.mark.parametrize("answer", [[], None, [[1], [2]]])
+def test_an_engine_that_answers_the_wrong_number_is_a_fault(answer):
+    async def run():
+        batcher = Batcher(lambda requests, count: answer, QUICK, Metrics())
+        batcher.start()
+        assert await batcher.submit([1], 10) == []
+        assert count_of(batcher.metrics, "drafter_failures_total", kind="step") == 1
+        batcher.stop()
+    asyncio.run(run())
+
+
+def test_no_request_waits_longer_than_it_may():
+    async def scenario(model, batcher):
+        model.gate.clear()
+        started = time.monotonic()
+        first, second = (asyncio.create_task(batcher.submit([row], 0.2)) for row in (1, 2))
+        assert await first == await second == []
+        assert 0.2 <= time.monotonic() - started < 2
+        assert count_of(batcher.metrics, "drafter_failures_total", kind="timeout") == 2
+        assert not batcher.ready(0.1) and batcher.alive
+        model.gate.set()
+        assert await batcher.submit([3], 10) == expected([3])
+        assert batcher.ready(0.1)
+    trial(scenario)
+
+
+def test_a_stalled_step_is_given_up_and_nobody_is_left_waiting():
+    async def scenario(model, batcher):
+        model.gate.clear()
+        assert await asyncio.gather(*(batcher.submit([row], 10) for row in range(3))) == [[]] * 3
+        await batcher.given_up.wait()
+        assert batcher.busy
+    trial(scenario, limits=Limits(stall_s=0.1))
+
+
+def test_nothing_is_drafted_for_a_client_that_left():
+    async def scenario(model, batcher):
+        model.gate.clear()
+        first = asyncio.create_task(batcher.submit([1], 10))
+        await until(lambda: model.batches)
+        gone, stays = (asyncio.create_task(batcher.submit([row], 10)) for row in (2, 3))
+        await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.sleep(0)
+        model.gate.set()
+        assert (await first, await stays) == (expected([1]), expected([3]))
+        assert model.batches == [[[1]], [[3]]]
+    trial(scenario)
+
+
+def test_more_than_may_wait_are_taken_in_as_room_comes():
+    async def scenario(model, batcher):
+        drafts = await asyncio.gather(*(batcher.submit([row], 10) for row in range(40)))
+        assert drafts == [expected([row]) for row in range(40)]
+        assert max(map(len, model.batches)) <= 4
+    trial(scenario, limits=Limits(draft_tokens=4, max_batch=8, max_waiting=4))
+
+
+def test_stopping_answers_what_waits():
+    async def scenario(model, batcher):
+        model.gate.clear()
+        waiting = [asyncio.create_task(batcher.submit([row], 10)) for row in range(20)]
+        await until(lambda: model.batches)
+        batcher.stop()
+        assert await asyncio.gather(*waiting) == [[]] * 20
+        assert await batcher.submit([1], 10) == []
+        await until(lambda: not batcher.alive)
+    trial(scenario)
