@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from drafter.model import Decoder
+from drafter.model import Attend, Decoder
 
 
 class KVCache:
@@ -52,9 +52,10 @@ class KVCache:
         attend = self._attend(slice(first, first + count), positions_bt, columns_bt, max(ends))
         hidden_btd = decoder(tokens_bt, positions_bt, attend)
         self.lengths[rows] = ends
-        return hidden_btd[torch.arange(count, device=device), torch.tensor(sizes, device=device) - 1]
+        last_b = torch.tensor(sizes, device=device) - 1
+        return hidden_btd[torch.arange(count, device=device), last_b]  # type: ignore[no-any-return]
 
-    def _attend(self, rows: slice, positions_bt: Tensor, columns_bt: Tensor, context: int):  # type: ignore[no-untyped-def]
+    def _attend(self, rows: slice, positions_bt: Tensor, columns_bt: Tensor, context: int) -> Attend:
         """Return the attention of these rows: it writes the new columns, then reads those in use."""
         count, width = positions_bt.shape
         index_b1 = torch.arange(rows.start, rows.stop, device=positions_bt.device)[:, None]

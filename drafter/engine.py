@@ -75,7 +75,8 @@ class Engine:
             requests: token ids of each request, none empty, at most as many as there are slots.
             count: ids to draft.
         """
-        assert self.slots is not None
+        if self.slots is None:
+            raise RuntimeError("this engine was made without slots: it only generates")
         requests = [self._fitted(request) for request in requests]
         leases = self.slots.lease(requests)
         new = [len(request) - lease.reused for request, lease in zip(requests, leases, strict=True)]
@@ -107,7 +108,7 @@ class Engine:
         for _ in range(count - 1):
             tokens_b = self._choose(self._step(cache, tokens_b.tolist()))
             drafted.append(tokens_b)
-        return torch.stack(drafted, dim=1).tolist()  # type: ignore[no-any-return]
+        return torch.stack(drafted, dim=1).tolist()
 
     def _prefill(self, cache: KVCache, tails: list[list[int]]) -> Tensor:
         groups = prefill_groups([len(tail) for tail in tails])
@@ -193,7 +194,7 @@ class _Picker:
         kept_b1 = torch.searchsorted(mass_bk, torch.full_like(mass_bk[:, :1], self.settings.top_p))
         total_b1 = mass_bk.gather(1, kept_b1.clamp(max=pool - 1))
         index_b1 = torch.searchsorted(mass_bk, draws_b[:, None] * total_b1).clamp(max=pool - 1)
-        return ids_bk.gather(1, index_b1)[:, 0].tolist()  # type: ignore[no-any-return]
+        return ids_bk.gather(1, index_b1)[:, 0].tolist()
 
 
 def _ended(generated: Generated, settings: Generation) -> bool:
@@ -212,6 +213,5 @@ def _ended(generated: Generated, settings: Generation) -> bool:
 def recurs(tokens: list[int], size: int) -> bool:
     """Say whether the last n-gram of `size` tokens stands earlier in the sequence too."""
     last = tokens[-size:]
-    return any(
-        tokens[start] == last[0] and tokens[start : start + size] == last for start in range(len(tokens) - size)
-    )
+    starts = range(len(tokens) - size)
+    return any(tokens[start] == last[0] and tokens[start : start + size] == last for start in starts)

@@ -51,7 +51,7 @@ class ModelConfig:
             if kind is float and type(values[name]) is int:
                 values[name] = float(values[name])
             if type(values[name]) is not kind:
-                raise ValueError(f"model config: {name} is {values[name]!r}, not {getattr(kind, '__name__', '')}")
+                raise ValueError(f"model config: {name} is {values[name]!r}, which is no {kind}")
         return cls(**values)
 
     @classmethod
@@ -92,7 +92,9 @@ class ModelConfig:
 class Attend(Protocol):
     """How the queries of one layer meet keys and values."""
 
-    def __call__(self, layer: int, queries_bhtd: Tensor, keys_bktd: Tensor, values_bktd: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, queries_bhtd: Tensor, keys_bktd: Tensor, values_bktd: Tensor, /
+    ) -> Tensor:
         """Return the attended values, [batch, heads, tokens, head_dim]."""
         ...
 

@@ -24,7 +24,7 @@ class Lease:
 
 
 class Slots:
-    """A fixed number of cached conversations, the longest common prefix wins, the least recently used goes."""
+    """A fixed number of cached conversations: the longest common prefix wins, the oldest goes."""
 
     def __init__(self, decoder: Decoder, count: int, columns: int) -> None:
         self.store = KVCache.empty(decoder, count, columns)

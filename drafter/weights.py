@@ -84,7 +84,7 @@ def read_header(path: Path, metadata: dict[str, str] | None) -> tuple[ModelConfi
     try:
         header = metadata or {}
         plan: Any = json.loads(header["plan"])
-        if not all(isinstance(entry, dict) and "codec" in entry and "shape" in entry for entry in plan.values()):
+        if not all({"codec", "shape"} <= entry.keys() for entry in plan.values()):
             raise ValueError("an entry of the plan lacks codec or shape")
         return ModelConfig.from_json(header["config"]), plan
     except (KeyError, ValueError, AttributeError) as error:
@@ -97,7 +97,8 @@ def _decode(path: Path, name: str, parts: dict[str, Tensor], settings: Settings)
     except (KeyError, RuntimeError, ValueError) as error:
         raise ValueError(f"{path}: tensor {name} does not decode as {settings['codec']}: {error}") from error
     if list(tensor.shape) != list(settings["shape"]):
-        raise ValueError(f"{path}: tensor {name}: expected shape {settings['shape']}, found {list(tensor.shape)}")
+        found, expected = list(tensor.shape), settings["shape"]
+        raise ValueError(f"{path}: tensor {name}: expected shape {expected}, found {found}")
     try:
         check_finite(name, tensor)
     except ValueError as error:

@@ -84,6 +84,6 @@ def _rename(path: Path, name: str) -> str:
 
 
 def _unpermute(weight: Tensor, heads: int) -> Tensor:
-    """Undo the row order that llama.cpp gives q and k: pairs (2i, 2i+1) back to halves (i, i + head_dim/2)."""
+    """Undo llama.cpp's row order of q and k: pairs (2i, 2i+1) back to (i, i + head_dim/2)."""
     rows, columns = weight.shape
     return weight.reshape(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)

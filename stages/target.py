@@ -1,4 +1,4 @@
-"""Pretrained models out of vendor/: a target's (or base's) shape and weights, whatever format they came in."""
+"""Pretrained models out of vendor/: the shape and weights of a target or base, of any format."""
 
 import json
 from pathlib import Path
@@ -68,5 +68,6 @@ def _read_hub(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
             raise ValueError(f"{folder / name}: not a whole safetensors file ({error})") from error
     missing = sorted(placed.keys() - tensors.keys())
     if missing:
-        raise ValueError(f"{folder / placed[missing[0]]}: its index names {missing[0]}, which it does not hold")
+        shard = folder / placed[missing[0]]
+        raise ValueError(f"{shard}: its index names {missing[0]}, which it does not hold")
     return config, tensors

@@ -28,7 +28,7 @@ def encode(weight: Tensor, settings: Settings) -> dict[str, Tensor]:
     peak = grouped.gather(-1, grouped.abs().argmax(-1, keepdim=True))
     scales = (peak / -8).to(torch.bfloat16)
     step = scales.float()
-    # A group of zeros (or too small for a bfloat16 step) has step 0: its codes are 0, and so is what comes back.
+    # A group of zeros (or too small for a bfloat16 step) has step 0: all its codes are 0.
     codes = torch.where(step != 0, grouped / step, 0).round().clamp(-8, 7)
     levels = (codes + 8).to(torch.uint8).reshape(rows, columns)
     return {".codes": levels[:, ::2] | (levels[:, 1::2] << 4), ".scales": scales[..., 0]}

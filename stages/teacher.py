@@ -1,0 +1,92 @@
+"""teacher: the target writes its greedy continuations, with its top-k logprobs, in shards."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from drafter.engine import Engine, Generation
+from stages.errors import UserError
+from stages.files import read_jsonl, write_jsonl
+from stages.job import Job
+from stages.shards import read_counts, write_shard
+from stages.target import load_target
+
+SECTIONS = ("target", "teacher")
+TAKES = ("fetch/{target.source}/*", "data/*.jsonl")
+FILES = ()
+LIBRARIES = ("torch", "safetensors", "gguf")
+EVALUATION_SETS = ("dev", "examples", "heldout")
+
+PromptRow = dict[str, Any]
+
+
+def run(job: Job) -> dict[str, object]:
+    """Leave one shard for each `shard_rows` training prompts, and the evaluation sets with continuations.
+
+    A shard is the unit of batching and of resume: prompts are sorted by length and cut into shards in that
+    fixed order, and each shard is one batch, so a resumed run gives the same bytes.
+    """
+    settings, target = job.config.teacher, job.config.target
+    sets = {name: list(read_jsonl(job.inputs["data"] / f"{name}.jsonl")) for name in EVALUATION_SETS}
+    rows = list(read_jsonl(job.inputs["data"] / "train.jsonl"))
+    if not rows:
+        raise UserError("the data stage left no training prompt; look at its counts in data_manifest.json")
+    decoder = load_target(job.inputs["fetch"] / target.source, target.format, settings.dtype, job.device)
+    engine = Engine(decoder, settings.context_tokens)
+    tasks = [(f"train-{i:05d}.safetensors", shard) for i, shard in enumerate(cut(rows, settings.shard_rows))]
+    tasks += [(f"{name}.jsonl", evaluation) for name, evaluation in sets.items()]
+    job.say(f"{len(rows)} prompts for training, {sum(map(len, sets.values()))} for evaluation")
+    bar = job.progress([row for _, task in tasks for row in task], unit="prompt")
+    counts: Counter[str] = Counter()
+    for name, task in tasks:
+        path = job.work / name
+        if name.endswith(".jsonl"):
+            _evaluation(job, engine, path, task)
+        else:
+            counts += _shard(job, engine, path, task)
+        for _ in task:
+            next(bar)
+    for name, _ in tasks:
+        (job.work / name).rename(job.out / name)
+    return dict(counts) | {"shards": len(tasks) - len(sets)}
+
+
+def cut(rows: list[PromptRow], size: int) -> list[list[PromptRow]]:
+    """Cut rows into shards of prompts of like length, so that a batch pads little."""
+    ordered = sorted(rows, key=lambda row: (len(row["prompt"]), row["id"]))
+    return [ordered[first : first + size] for first in range(0, len(ordered), size)]
+
+
+def _shard(job: Job, engine: Engine, path: Path, rows: list[PromptRow]) -> Counter[str]:
+    """Make one shard unless an earlier, killed run has: a shard gets its name when it is whole."""
+    counts = read_counts(path)
+    if counts is None:
+        prompts = [row["prompt"] for row in rows]
+        partial = path.with_suffix(".partial")
+        write_shard(partial, prompts, engine.generate(prompts, _generation(job)))
+        partial.rename(path)
+        counts = read_counts(path) or Counter()
+        job.event("shard", file=path.name, **counts)
+    return counts
+
+
+def _evaluation(job: Job, engine: Engine, path: Path, rows: list[PromptRow]) -> None:
+    if path.is_file():
+        return
+    done: list[PromptRow] = []
+    for shard in cut(rows, job.config.teacher.shard_rows):
+        generated = engine.generate([row["prompt"] for row in shard], _generation(job))
+        done += [row | {"continuation": g.tokens} for row, g in zip(shard, generated, strict=True) if g.tokens]
+    if not done:
+        raise UserError(f"{path.name}: no conversation has a continuation")
+    write_jsonl(path, sorted(done, key=lambda row: row["id"]))
+
+
+def _generation(job: Job) -> Generation:
+    settings = job.config.teacher
+    return Generation(
+        max_tokens=settings.max_tokens,
+        stop_ids=job.config.target.stop_ids,
+        top_k=settings.top_k,
+        stop_on_repeat=settings.stop_on_repeat,
+    )
