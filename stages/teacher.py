@@ -48,7 +48,7 @@ def run(job: Job) -> dict[str, object]:
             next(bar)
     for name, _ in tasks:
         (job.work / name).rename(job.out / name)
-    return dict(counts) | {"shards": len(tasks) - len(sets)}
+    return {**counts, "shards": len(tasks) - len(sets)}
 
 
 def cut(rows: list[PromptRow], size: int) -> list[list[PromptRow]]:
@@ -76,10 +76,11 @@ def _evaluation(job: Job, engine: Engine, path: Path, rows: list[PromptRow]) -> 
     done: list[PromptRow] = []
     for shard in cut(rows, job.config.teacher.shard_rows):
         generated = engine.generate([row["prompt"] for row in shard], _generation(job))
-        done += [row | {"continuation": g.tokens} for row, g in zip(shard, generated, strict=True) if g.tokens]
+        pairs = zip(shard, generated, strict=True)
+        done += [row | {"continuation": one.tokens} for row, one in pairs if one.tokens]
     if not done:
         raise UserError(f"{path.name}: no conversation has a continuation")
-    write_jsonl(path, sorted(done, key=lambda row: row["id"]))
+    write_jsonl(path, sorted(done, key=lambda row: str(row["id"])))
 
 
 def _generation(job: Job) -> Generation:
