@@ -1,6 +1,6 @@
 """What a submission weighs: every file as the grader would copy it, by component, against the limit.
 
-Usage: python -m stages.size [FOLDER] --profile NAME [--json]
+Usage: python -m stages.size [FOLDER] [--profile NAME] [--json]
 Exit code 0: within the limit; 1: over it, or with files that cannot be copied; 2: no such folder or profile.
 """
 
@@ -175,7 +175,8 @@ def main(argv: list[str] | None = None) -> int:
     """Weigh a submission; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m stages.size", description="Weigh a submission.")
     parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "output")
-    parser.add_argument("--profile", default="smollm2", help="whose limits hold")
+    parser.add_argument("--profile", default=os.environ.get("PROFILE") or "smollm2",
+                        help="whose limits hold (default: $PROFILE, else smollm2)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     arguments = parser.parse_args(argv)
     try:

@@ -1,0 +1,130 @@
+"""A submission's server as the grader starts it: `bash serve.sh` with a clean environment, asked over TCP."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from stages import isolation
+from stages.client import RequestError, parse
+
+POLL_S = 0.1
+HEALTH_TIMEOUT_S = 5.0
+LOG_LINES = 40
+
+
+class SceneError(Exception):
+    """The rehearsal cannot go on; the text says why."""
+
+
+class Server:
+    """One running server in a session of its own. Leaving the context kills what is left of it.
+
+    Args:
+        submission: the folder that holds serve.sh.
+        scratch: holds the folders `home` and `tmp` for the server; its log is written here.
+        isolate: options of `stages.isolation` under which it runs.
+    """
+
+    def __init__(self, submission: Path, scratch: Path, isolate: list[str]) -> None:
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self.client = httpx.Client(base_url=self.url, trust_env=False)
+        self.log = scratch / "server.log"
+        environment = {
+            "PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin",
+            "HOST": "0.0.0.0",  # noqa: S104  as the contract has it
+            "PORT": str(port),
+            "MODEL_NAME": "submission",
+            "HOME": str(scratch / "home"),
+            "TMPDIR": str(scratch / "tmp"),
+            "LANG": "C.UTF-8",
+        }
+        command = isolation.command(*isolate, command=["bash", str(submission / "serve.sh")])
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(command, env=environment, cwd="/", stdin=subprocess.DEVNULL,
+                                            stdout=log, stderr=log, start_new_session=True)
+
+    def __enter__(self) -> "Server":
+        """Return the server: it has been started already."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave nothing running, whatever happened."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.client.close()
+
+    def wait_until_healthy(self, timeout_s: float) -> float:
+        """Return the seconds until /health answered 200 for the first time.
+
+        Raises:
+            SceneError: serve.sh ended, or the time ran out.
+        """
+        start = time.monotonic()
+        while (waited := time.monotonic() - start) < timeout_s:
+            if self.process.poll() is not None:
+                raise SceneError(f"serve.sh ended with code {self.process.returncode} after {waited:.1f} s")
+            if self.health() == 200:
+                return time.monotonic() - start
+            time.sleep(POLL_S)
+        raise SceneError(f"/health did not answer 200 within {timeout_s:g} s")
+
+    def health(self) -> int | None:
+        """Return the status of GET /health, or None where nobody answers."""
+        try:
+            return self.client.get("/health", timeout=HEALTH_TIMEOUT_S).status_code
+        except httpx.HTTPError:
+            return None
+
+    def smoke(self, prompt: list[int], timeout_s: float) -> dict[str, Any]:
+        """Return the draft for one prompt (or None and the reason) and the seconds it took."""
+        start = time.perf_counter()
+        draft, reason = None, None
+        try:
+            draft = parse(self.client.post("/draft", json={"tokens": prompt}, timeout=timeout_s))
+        except (httpx.HTTPError, RequestError) as error:
+            reason = f"{type(error).__name__}: {error}"
+        return {"draft": draft, "reason": reason, "seconds": round(time.perf_counter() - start, 3)}
+
+    def stop(self, timeout_s: float) -> dict[str, Any]:
+        """Send SIGTERM; return the exit code (None: still running), the seconds, and how many were left."""
+        ended_before = self.process.poll() is not None
+        start = time.monotonic()
+        self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout_s)
+        while _alive(self.process.pid) and time.monotonic() - start < timeout_s:
+            time.sleep(POLL_S)
+        return {"code": self.process.returncode, "ended_before": ended_before,
+                "left": _alive(self.process.pid), "seconds": round(time.monotonic() - start, 3)}
+
+    def log_tail(self) -> list[str]:
+        """Return the last lines that the server wrote."""
+        return self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
+
+
+def _alive(group: int) -> int:
+    """Count the processes of a group that are not just waiting to be reaped."""
+    count = 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, member_of = path.read_text().rpartition(")")[2].split()[:3]
+            count += int(member_of) == group and state != "Z"
+    return count
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
