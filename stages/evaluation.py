@@ -1,0 +1,100 @@
+"""Evaluation conversations: dev for choosing, examples for reporting; never for training."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stages.errors import UserError
+from stages.files import read_jsonl
+from stages.profile import Target
+from stages.tokenizer import Tokenizer
+
+SETS = ("dev", "examples")
+_ROLES = ("system", "user", "assistant")
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One conversation of an evaluation set.
+
+    Attributes:
+        texts: the contents of its messages, without any system prompt.
+        prompt: its templated ids.
+        continuation: the target's ids, where the file gives them.
+    """
+
+    id: str
+    category: str
+    texts: tuple[str, ...]
+    prompt: tuple[int, ...]
+    continuation: tuple[int, ...] | None
+
+    def row(self, source: str) -> dict[str, Any]:
+        """Return the prompt row as it is written."""
+        row = {"id": self.id, "category": self.category, "source": source, "family": self.id,
+               "prompt": list(self.prompt)}
+        return row if self.continuation is None else row | {"continuation": list(self.continuation)}
+
+
+def read_set(root: Path, name: str, tokenizer: Tokenizer, target: Target) -> list[Conversation]:
+    """Read examples/NAME.jsonl: each line has id, category, and messages or prompt ids.
+
+    Raises:
+        UserError: the file is missing or empty, a line has neither, an id occurs twice, or a prompt is
+            longer than the target's limit; the text names the file and the id.
+    """
+    path = root / "examples" / f"{name}.jsonl"
+    if not path.is_file():
+        raise UserError(f"{path} is missing: it holds the conversations that every build is judged on")
+    try:
+        found = [_conversation(row, path, tokenizer, target) for row in read_jsonl(path)]
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    if not found:
+        raise UserError(f"{path}: no conversation in it")
+    if len({conversation.id for conversation in found}) < len(found):
+        raise UserError(f"{path}: an id occurs twice")
+    return found
+
+
+def _conversation(row: dict[str, Any], path: Path, tokenizer: Tokenizer, target: Target) -> Conversation:
+    where = f"{path}, conversation {row.get('id')!r}"
+    try:
+        continuation = tuple(row["continuation"]) if "continuation" in row else None
+        if "messages" in row:
+            prompt = tokenizer.prompt(row["messages"], **target.template_arguments)
+            texts = [message["content"] for message in row["messages"] if message["role"] != "system"]
+        else:
+            prompt = list(row["prompt"])
+            texts = texts_of(prompt, tokenizer, target)
+        if continuation:
+            texts.append(tokenizer.decode([i for i in continuation if i not in tokenizer.special_ids]))
+        found = Conversation(str(row["id"]), row["category"], tuple(texts), tuple(prompt), continuation)
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{where}: needs id, category, and messages or prompt ({error!r})") from error
+    if len(prompt) > target.max_prompt_tokens:
+        raise UserError(f"{where}: {len(prompt)} prompt tokens, more than target.max_prompt_tokens "
+                        f"({target.max_prompt_tokens})")
+    return found
+
+
+def texts_of(prompt: list[int], tokenizer: Tokenizer, target: Target) -> list[str]:
+    """Return the message texts inside templated ids, without the template's own words."""
+    frame = tokenizer.prompt([{"role": "user", "content": "."}], **target.template_arguments)
+    own = set(_segments(frame, tokenizer))
+    return [text for text in _segments(prompt, tokenizer) if text not in own]
+
+
+def _segments(ids: list[int], tokenizer: Tokenizer) -> list[str]:
+    """Return what stands between special tokens, each without the line that names its role."""
+    runs: list[list[int]] = [[]]
+    for index in ids:
+        if index in tokenizer.special_ids:
+            runs.append([])
+        else:
+            runs[-1].append(index)
+    texts = []
+    for text in (tokenizer.decode(run).strip() for run in runs if run):
+        first, _, rest = text.partition("\n")
+        texts.append(rest.strip() if first.strip() in _ROLES else text)
+    return [text for text in texts if text]
