@@ -1,4 +1,4 @@
-"""`make lock`: lock/*.in to hashed lock/*.txt, by pip-compile; and the check that a lock answers to its input."""
+"""`make lock`: lock/*.in to hashed lock/*.txt by pip-compile; and the check that they still answer."""
 
 import argparse
 import hashlib
@@ -14,16 +14,30 @@ from packaging.utils import canonicalize_name
 from stages.errors import UserError
 from stages.files import write_atomic
 from stages.pins import Pin, read_inputs, read_pins
-from stages.pip import pip_environment, reason, run_pip
+from stages.pip import reason, run_pip
 
 ROOT = Path(__file__).resolve().parent.parent
 
 # Each lock with the inputs that it answers to. `build` comes first: the others take its versions.
 INPUTS = {"build": ("build.in", "serve.in"), "serve": ("serve.in",), "dev": ("dev.in",)}
-OPTIONS = ("--generate-hashes", "--allow-unsafe", "--strip-extras", "--no-emit-options", "--no-emit-index-url",
-           "--no-emit-find-links", "--no-emit-trusted-host", "--no-header", "--no-config", "--newline=lf",
-           "--quiet", "--resolver=backtracking", "--pip-args=--only-binary=:all:")
-PLACES = re.compile(r"://|file:/|--(find-links|(extra-)?index-url|trusted-host)|(^|[\s\"'@])/\w", re.MULTILINE)
+OPTIONS = (
+    "--generate-hashes",
+    "--allow-unsafe",
+    "--strip-extras",
+    "--no-emit-options",
+    "--no-emit-index-url",
+    "--no-emit-find-links",
+    "--no-emit-trusted-host",
+    "--no-header",
+    "--no-config",
+    "--newline=lf",
+    "--quiet",
+    "--resolver=backtracking",
+    "--pip-args=--only-binary=:all:",
+)
+PLACES = re.compile(
+    r"://|file:/|--(find-links|(extra-)?index-url|trusted-host)|(^|[\s\"'@])/\w", re.MULTILINE
+)
 
 
 def header(folder: Path, name: str) -> str:
@@ -32,8 +46,10 @@ def header(folder: Path, name: str) -> str:
     for file in INPUTS[name]:
         digest.update((folder / file).read_bytes())
     inputs = ", ".join(f"lock/{file}" for file in INPUTS[name])
-    return (f"# Answers to {inputs}, sha256 {digest.hexdigest()}. "
-            "Written by `make lock` for Python 3.12 on Linux x86-64.\n")
+    return (
+        f"# Answers to {inputs}, sha256 {digest.hexdigest()}. "
+        "Written by `make lock` for Python 3.12 on Linux x86-64.\n"
+    )
 
 
 def check(folder: Path, name: str) -> dict[str, Pin]:
@@ -41,7 +57,7 @@ def check(folder: Path, name: str) -> dict[str, Pin]:
 
     Raises:
         UserError: the inputs changed since, a requirement is not met by a pin, a pin has no hash, a path or
-            host is named, or a package also pinned in build has another version there; the text says what to do.
+            host is named, or a package also pinned in build has another version there; the text says which.
     """
     path = folder / f"{name}.txt"
     pins = read_pins(path)
@@ -49,7 +65,7 @@ def check(folder: Path, name: str) -> dict[str, Pin]:
     if not text.startswith(header(folder, name)):
         raise UserError(f"lock/{name}.txt no longer answers to its input: run `make lock`")
     if place := PLACES.search(text):
-        line = text[:place.start()].count("\n") + 1
+        line = text[: place.start()].count("\n") + 1
         raise UserError(f"lock/{name}.txt, line {line}: names a path or a host; run `make lock`")
     for requirement in read_inputs(folder / INPUTS[name][0]):
         pin = pins.get(canonicalize_name(requirement.name))
@@ -75,9 +91,18 @@ def compile_lock(folder: Path, name: str, upgrade: bool = False) -> None:
             if (folder / file).is_file():
                 (copy / file).write_bytes((folder / file).read_bytes())
         constraint = [] if name == "build" else ["--constraint=lock/build.txt"]
-        done = run_pip(["piptools", "compile", *OPTIONS, *constraint, *(["--upgrade"] if upgrade else []),
-                        f"--output-file=lock/{name}.txt", f"lock/{INPUTS[name][0]}"],
-                       pip_environment(), cwd=temporary)
+        done = run_pip(
+            [
+                "piptools",
+                "compile",
+                *OPTIONS,
+                *constraint,
+                *(["--upgrade"] if upgrade else []),
+                f"--output-file=lock/{name}.txt",
+                f"lock/{INPUTS[name][0]}",
+            ],
+            cwd=Path(temporary),
+        )
         if done.returncode:
             raise UserError(f"lock/{name}.txt: pip-compile failed: {reason(done)}")
         text = (copy / f"{name}.txt").read_text(encoding="utf-8")
@@ -90,15 +115,22 @@ def compile_lock(folder: Path, name: str, upgrade: bool = False) -> None:
 def main(argv: Sequence[str]) -> int:
     """Write the locks named, or all."""
     parser = argparse.ArgumentParser(prog="python -m stages.lock", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="LOCK", help=f"of {', '.join(INPUTS)}; all if none is named")
-    parser.add_argument("--upgrade", action="store_true", help="take the newest versions that the inputs allow")
-    parser.add_argument("--check", action="store_true", help="only check that the locks answer to their inputs")
+    parser.add_argument(
+        "names", nargs="*", metavar="LOCK", help=f"of {', '.join(INPUTS)}; all if none is named"
+    )
+    parser.add_argument(
+        "--upgrade", action="store_true", help="take the newest versions that the inputs allow"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="only check that the locks answer to their inputs"
+    )
     options = parser.parse_args(argv)
     try:
         if unknown := set(options.names) - set(INPUTS):
             raise UserError(f"there is no lock {', '.join(sorted(unknown))}; locks: {', '.join(INPUTS)}")
-        if not options.check and (sys.version_info[:2] != (3, 12) or platform.machine() != "x86_64"
-                                  or sys.platform != "linux"):
+        if not options.check and (
+            sys.version_info[:2] != (3, 12) or platform.machine() != "x86_64" or sys.platform != "linux"
+        ):
             raise UserError("the locks are for Python 3.12 on Linux x86-64: run `make lock` there")
         for name in [known for known in INPUTS if known in (options.names or INPUTS)]:
             if not options.check:
@@ -114,8 +146,10 @@ def _agree(name: str, pins: dict[str, Pin], build: dict[str, Pin]) -> None:
     for pin in pins.values():
         other = build.get(pin.name)
         if other and other.version != pin.version:
-            raise UserError(f"lock/{name}.txt pins {pin.name}=={pin.version}, lock/build.txt {other.version}: "
-                            "run `make lock`")
+            raise UserError(
+                f"lock/{name}.txt pins {pin.name}=={pin.version}, lock/build.txt {other.version}: "
+                "run `make lock`"
+            )
 
 
 if __name__ == "__main__":

@@ -31,8 +31,8 @@ def read_pins(path: Path) -> dict[str, Pin]:
     """Read a hashed lock; keys are canonical names.
 
     Raises:
-        UserError: no such file, or a requirement that is no `name==version` with at least one sha256, a
-            distribution pinned twice, or pip-compile's block of unpinned packages; the text names file and line.
+        UserError: no such file, a requirement that is no `name==version` with at least one sha256, one
+            pinned twice, or pip-compile's block of unpinned packages; the text names file and requirement.
     """
     if not path.is_file():
         raise UserError(f"{path.name}: there is no such lock; run `make lock`")

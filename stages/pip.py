@@ -1,22 +1,37 @@
-"""pip and its kin as child processes: a surrounding that cannot leak into results, and errors without addresses."""
+"""pip and its kin as child processes: clean surroundings, and errors without addresses."""
 
 import ast
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 # How to reach the index. Everything else that pip may be configured with (find-links, extra indexes,
 # constraints, targets) could change what is chosen or be written into a lock, so it is left out.
-REACH = ("index-url", "cert", "client-cert", "proxy", "trusted-host", "timeout", "default-timeout", "retries",
-         "cache-dir", "keyring-provider")
+REACH = (
+    "index-url",
+    "cert",
+    "client-cert",
+    "proxy",
+    "trusted-host",
+    "timeout",
+    "default-timeout",
+    "retries",
+    "cache-dir",
+    "keyring-provider",
+)
+WATCH_S = 0.5
 
 
 def pip_environment() -> dict[str, str]:
     """Return the environment for a pip child: the configured ways to the index, and nothing else of pip's."""
-    child = {key: value for key, value in os.environ.items()
-             if not key.startswith("PIP_") and key not in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")}
+    child = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith("PIP_") and key not in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+    }
     for key, value in _configured().items():
         if key in REACH:
             child["PIP_" + key.upper().replace("-", "_")] = value
@@ -26,11 +41,36 @@ def pip_environment() -> dict[str, str]:
     return child
 
 
-def run_pip(arguments: Sequence[str], environment: dict[str, str] | None = None,
-            cwd: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Run `python -m ARGUMENTS` and return its exit status and texts; its output is never shown as it is."""
-    return subprocess.run([sys.executable, "-m", *arguments], env=environment or pip_environment(), cwd=cwd,
-                          capture_output=True, text=True, check=False)
+def run_pip(
+    arguments: Sequence[str],
+    environment: dict[str, str] | None = None,
+    cwd: Path | None = None,
+    watch: Callable[[], object] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run `python -m ARGUMENTS` and return its exit status and texts, which are never shown as they are.
+
+    `watch` is called now and then while it runs. The child does not outlive an interrupt of this call.
+    """
+    command = [sys.executable, "-m", *arguments]
+    with subprocess.Popen(
+        command,
+        env=environment or pip_environment(),
+        cwd=cwd,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        try:
+            while True:
+                try:
+                    output, errors = process.communicate(timeout=WATCH_S)
+                    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+                except subprocess.TimeoutExpired:
+                    if watch:
+                        watch()
+        except BaseException:
+            process.kill()
+            raise
 
 
 def reason(completed: subprocess.CompletedProcess[str], lines: int = 3) -> str:
@@ -51,8 +91,9 @@ def without_addresses(text: str) -> str:
 
 def _configured() -> dict[str, str]:
     """Return pip's settings by name, whatever file or variable they come from; later sources win."""
-    listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True,
-                            check=False)
+    listed = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=False
+    )
     settings = {}
     for line in listed.stdout.splitlines():
         name, equals, value = line.partition("=")

@@ -1,0 +1,48 @@
+"""The log of downloads: every attempt, the failures and the successes, without hosts or secrets."""
+
+import json
+import time
+from pathlib import Path
+
+from stages.pip import without_addresses
+from stages.redaction import hide_secrets
+
+
+class Downloads:
+    """Appends to logs/<profile>/downloads.jsonl, which outlives runs: a failed attempt stays in it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def succeeded(self, uri: str, revision: str, *, size: int, sha256: str, method: str) -> None:
+        """Log a file that came whole and hashed right; `size` in bytes."""
+        self._append(uri, revision, "ok", bytes=size, sha256=sha256, method=method)
+
+    def failed(
+        self,
+        uri: str,
+        revision: str,
+        reason: str,
+        *,
+        http_status: int | None = None,
+        size: int | None = None,
+        sha256: str | None = None,
+    ) -> None:
+        """Log an attempt that failed: what was said, and what came if something did."""
+        self._append(
+            uri,
+            revision,
+            "failed",
+            reason=without_addresses(hide_secrets(reason)),
+            http_status=http_status,
+            bytes=size,
+            sha256=sha256,
+        )
+
+    def _append(self, uri: str, revision: str, status: str, **fields: object) -> None:
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        row: dict[str, object] = {"time": now, "uri": uri, "revision": revision, "status": status}
+        row |= {name: value for name, value in fields.items() if value is not None}
+        with self._path.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(row, ensure_ascii=False) + "\n")
