@@ -71,7 +71,7 @@ class Tau:
         low, high: 95% bootstrap interval of `tau`, conversations resampled.
         macro: mean of the conversations' own tau.
         categories: tau within each category.
-        positions: acceptance by draft position.
+        positions: acceptance by draft position, as far as any step reached.
         tokens, steps, conversations: what was counted; conversations without a token are left out.
     """
 
@@ -274,10 +274,8 @@ def _interval(
 
 def _positions(steps: Sequence[Steps]) -> tuple[Position, ...]:
     pairs = [pair for s in steps for pair in zip(s.accepted, s.offered, strict=True)]
-    found = []
-    for index in range(max((offered for _, offered in pairs), default=0)):
-        reached = sum(accepted >= index and offered > index for accepted, offered in pairs)
-        accepted_here = sum(accepted > index for accepted, _ in pairs)
-        share = accepted_here / reached if reached else 0.0
-        found.append(Position(index + 1, reached, accepted_here, share))
+    found: list[Position] = []
+    while reached := sum(accepted >= len(found) < offered for accepted, offered in pairs):
+        passed = sum(accepted > len(found) for accepted, _ in pairs)
+        found.append(Position(len(found) + 1, reached, passed, passed / reached))
     return tuple(found)

@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from stages.client import Terms
+from stages.display import console
 from stages.errors import UserError
 from stages.files import digest_of, sha256_file, write_json
 from stages.gates import GRADED, STOP_TIMEOUT_S, Gate, gate_table, rehearsal_gates, static_gates
@@ -50,7 +49,7 @@ def run(job: Job) -> dict[str, object]:
     report |= standing(sets, (seen or {}).get("sets", {}), teacher)
     write_json(job.out / "report.json", report)
     write_json(job.log.parent / "selfcheck-report.json", report)
-    Console(stderr=True).print(gate_table(gates))
+    console(stderr=True).print(gate_table(gates))
     failed = [f"{gate.name}: {gate.text}" for gate in gates if gate.passed is False]
     if failed:
         raise UserError("the submission does not pass. " + "\n  ".join(["Failed gates:", *failed]))

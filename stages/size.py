@@ -13,9 +13,9 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from rich.console import Console
 from rich.table import Table
 
+from stages.display import console
 from stages.errors import UserError
 from stages.profile import Limits, load_profile
 
@@ -191,7 +191,7 @@ def main(argv: list[str] | None = None) -> int:
                   "limit_bytes": limits.limit_bytes, "reserve_bytes": limits.reserve_bytes, "wrong": wrong}
         print(json.dumps(report, sort_keys=True, indent=1))
     else:
-        Console().print(table(found, limits))
+        console().print(table(found, limits))
     for sentence in wrong:
         print(sentence, file=sys.stderr)
     return 1 if wrong else 0

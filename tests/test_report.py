@@ -1,0 +1,98 @@
+"""The report: what the records and the last selfcheck say, and what does not belong together."""
+
+import json
+import shutil
+
+import pytest
+
+from drafter.replay import Conversation, paired, simulate, summary
+from stages.declaration import read_declarations
+from stages.files import digest_of, sha256_file
+from stages.gates import Gate
+from stages.record import make_record, write_record
+from stages.report import ROOT, main
+
+
+def taus(agreement):
+    talks = [Conversation("a", "math", (1,), tuple(range(40))), Conversation("b", "stem", (1,), (5, 6, 7))]
+    steps = [simulate(agreement), simulate([False] * 3)]
+    return summary(talks, steps), steps
+
+
+def selfcheck_report(output):
+    tau, steps = taus([True, True, False, True] * 10)
+    low, low_steps = taus([False] * 40)
+    beaten = low.to_json() | {"difference": paired(steps, low_steps).to_json()}
+    gates = [
+        Gate("size", True, 4, 48_000_000, 47_999_996, "1 file"),
+        Gate("smoke", False, 0, 1, -1, "HTTP 500: [red] lies"),
+        Gate("stop", None, None, None, None, "not reached"),
+    ]
+    files = {path.name: sha256_file(path) for path in output.iterdir()}
+    return {
+        "passed": False, "files_sha256": digest_of(files),
+        "gates": [gate.to_json() for gate in gates],
+        "environment": {"network": "none", "user": "user 65534"},
+        "tau": {"dev": tau.to_json(), "examples": tau.to_json()},
+        "baselines": {name: {"trigram": beaten, "prompt lookup": beaten} for name in ("dev", "examples")},
+    }
+
+
+@pytest.fixture
+def built(tmp_path):
+    shutil.copytree(ROOT / "profiles", tmp_path / "profiles")
+    (tmp_path / "stages").mkdir()
+    for stage in read_declarations(ROOT):
+        shutil.copy(ROOT / "stages" / f"{stage}.py", tmp_path / "stages")
+    output = tmp_path / "output"
+    output.mkdir()
+    (output / "model.safetensors").write_bytes(b"1234")
+    for stage, seconds in (("data", 3.25), ("distill", 1200.5)):
+        definition = {"stage": stage, "config": {}, "seed": 0, "device": "cpu", "code": {}, "inputs": {},
+                      "files": {}}
+        run = {"profile": "smollm2", "runner": "host", "locked": stage == "data", "seconds": seconds,
+               "started": "2026-01-01T00:00:00Z", "finished": "2026-01-01T00:10:00Z", "log": "x.log",
+               "metrics": {"tau_dev_before": 1.0131}}
+        write_record(tmp_path, "smollm2", make_record(definition, {}, run))
+    path = tmp_path / "logs" / "smollm2" / "selfcheck-report.json"
+    path.write_text(json.dumps(selfcheck_report(output)))
+    return tmp_path
+
+
+def test_shows_tau_bytes_gates_and_times(built, capsys):
+    assert main(["--profile", "smollm2"], root=built) == 0
+    text = capsys.readouterr().out
+    for expected in (
+        "1,203.8", "host, unlocked", "48,000,000", "FAILED", "HTTP 500: [red] lies", "user 65534",
+        "prompt lookup", "untrained, simulated", "1.013", "math", "steps that reached it",
+    ):
+        assert expected in text, expected
+    tau, _ = taus([True, True, False, True] * 10)
+    assert f"{tau.tau:.3f}" in text
+    assert f"{tau.low:.3f} to {tau.high:.3f}" in text
+    assert "has changed since" not in text
+
+
+def test_json_holds_the_same(built, capsys):
+    assert main(["--profile", "smollm2", "--json"], root=built) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["stages"]["distill"]["seconds"] == 1200.5
+    assert report["untouched"] == 1.0131
+    assert report["selfcheck"]["gates"][1]["passed"] is False
+    assert "without a record: " in report["notes"][0]
+
+
+def test_a_report_of_other_files_is_called_one(built, capsys):
+    (built / "output" / "model.safetensors").write_bytes(b"1235")
+    assert main(["--profile", "smollm2"], root=built) == 0
+    assert "has changed since this selfcheck" in capsys.readouterr().out
+    (built / "logs" / "smollm2" / "selfcheck-report.json").unlink()
+    assert main(["--profile", "smollm2"], root=built) == 0
+    assert "no selfcheck yet" in capsys.readouterr().out
+
+
+def test_nothing_built_is_a_sentence(built, capsys):
+    shutil.rmtree(built / "logs")
+    assert main(["--profile", "smollm2"], root=built) == 2
+    assert "Run make all PROFILE=smollm2" in capsys.readouterr().err
+    assert main(["--profile", "none"], root=built) == 2
