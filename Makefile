@@ -52,7 +52,11 @@ serve: install ## start output/serve.sh (HOST, PORT, MODEL_NAME)
 
 ##@ Work on it
 install: ## make .venv from the hashed locks, once (PYTHON=/path/to/python3.12 if it is hidden)
-	@test '$(RUNNER)' = system || .venv/bin/python -m stages.environment --check 2>/dev/null || { $(call with_python_312,-m stages.environment); }
+ifeq ($(RUNNER),system)
+	@python3 -m stages.environment --system
+else
+	@.venv/bin/python -m stages.environment --check 2>/dev/null || { $(call with_python_312,-m stages.environment); }
+endif
 test: install ## the whole test suite
 	@$(PY) -m pytest
 lint: install ## ruff and mypy

@@ -9,6 +9,8 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from stages.errors import UserError
+
 PACKAGES = ("stages", "drafter")
 
 
@@ -18,7 +20,7 @@ def code_digests(root: Path, entries: Iterable[str]) -> dict[str, str]:
     Imports inside functions count; those under `if TYPE_CHECKING:` do not, for they never happen.
 
     Raises:
-        SyntaxError: a module does not parse.
+        UserError: a module does not parse.
     """
     digests: dict[str, str] = {}
     waiting = [name for entry in entries for name in _with_parents(root, entry)]
@@ -29,6 +31,19 @@ def code_digests(root: Path, entries: Iterable[str]) -> dict[str, str]:
             digests[name], imported = _read(path, name, path.stat().st_mtime_ns)
             waiting += [part for module in imported for part in _with_parents(root, module)]
     return dict(sorted(digests.items()))
+
+
+def parse(path: Path) -> ast.Module:
+    """Return a module's syntax tree.
+
+    Raises:
+        UserError: it does not parse; the text names file and line.
+    """
+    try:
+        return ast.parse(path.read_bytes(), str(path))
+    except (SyntaxError, ValueError) as error:
+        line = f", line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else f": {error}"
+        raise UserError(f"{path}{line}") from error
 
 
 def _with_parents(root: Path, name: str) -> list[str]:
@@ -49,7 +64,7 @@ def _file_of(root: Path, name: str) -> Path | None:
 
 @functools.cache
 def _read(path: Path, name: str, _mtime_ns: int) -> tuple[str, tuple[str, ...]]:
-    tree = _WithoutIdleText().visit(ast.parse(path.read_text(encoding="utf-8"), str(path)))
+    tree = _WithoutIdleText().visit(parse(path))
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     text = f"{name}\n{ast.dump(tree)}"
     return hashlib.sha256(text.encode()).hexdigest(), tuple(_imports(tree, package))

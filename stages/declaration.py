@@ -9,6 +9,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
+from stages.code import parse
 from stages.errors import UserError
 
 PLACEHOLDER = re.compile(r"\{([a-z0-9_.*]+)\}")
@@ -114,7 +115,7 @@ def fill(pattern: str, config: dict[str, Any]) -> list[str]:
 
 
 def _read(path: Path) -> Declaration | None:
-    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    tree = parse(path)
     runs = any(isinstance(node, ast.FunctionDef) and node.name == "run" for node in tree.body)
     constants = dict(_constants(tree, path)) if runs else {}
     if "sections" not in constants:

@@ -2,10 +2,12 @@
 
     python3.12 -m stages.environment            make it, unless it is there and answers to the locks
     python3.12 -m stages.environment --check    exit 0 if it does, else 1
+    python3 -m stages.environment --system      without .venv: whether this python3 has what running stages takes
 """
 
 import argparse
 import hashlib
+import importlib.util
 import subprocess
 import sys
 import time
@@ -18,6 +20,7 @@ from stages.place import hold
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCKS = ("lock/build.txt", "lock/dev.txt")
+WRAPPER_LIBRARIES = ("pydantic", "tqdm", "rich")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,8 +28,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m stages.environment", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only say whether it is ready")
+    parser.add_argument("--system", action="store_true", help="check the Python that runs this, and make nothing")
     options = parser.parse_args(argv)
     try:
+        if options.system:
+            return check_system()
         if options.check:
             return 0 if ready(ROOT) else 1
         if not ready(ROOT):
@@ -38,6 +44,21 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    return 0
+
+
+def check_system() -> int:
+    """Return 0 if this Python can run stages as it is.
+
+    Raises:
+        UserError: it is too old, or lacks a library; the text names it.
+    """
+    missing = [name for name in WRAPPER_LIBRARIES if importlib.util.find_spec(name) is None]
+    if sys.version_info < (3, 12):
+        missing.insert(0, "Python 3.12")
+    if missing:
+        raise UserError(f"RUNNER=system takes {sys.executable} as it is, and it lacks {', '.join(missing)}; "
+                        "install that, or use RUNNER=host")
     return 0
 
 

@@ -136,6 +136,7 @@ def test_changes_are_told_by_path() -> None:
     ('SECTIONS = ()\nFILES = ("nothing/*.txt",)', "there is no such file"),
     ('SECTIONS = ()\nTAKES = ("fetch/nowhere/*",)', "left nothing of that name"),
     ('SECTIONS = ()\nTAKES = ("pack",)', "in a circle"),
+    ("SECTIONS = (", "data.py, line 2: '(' was never closed"),
     ('SECTIONS = ()\nLIBRARIES = ("no-such-library",)', "not installed"),
 ])
 def test_mistakes_in_a_declaration_are_sentences(tmp_path: Path, constant: str, sentence: str) -> None:

@@ -115,6 +115,14 @@ def test_without_a_python_there_is_a_sentence(workshop: Workshop) -> None:
     assert not (workshop.root / ".venv").exists()
 
 
+def test_a_system_python_without_the_libraries_gets_a_sentence(workshop: Workshop) -> None:
+    bare = workshop.write("bare/python3", f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
+    bare.chmod(0o755)
+    said = _make(workshop, "plan", code=2, PATH=f"{bare.parent}:{os.environ['PATH']}")
+    assert "it lacks pydantic, tqdm, rich; install that, or use RUNNER=host" in said
+    assert "Traceback" not in said
+
+
 def test_the_environment_is_made_once_and_repairs_itself(workshop: Workshop) -> None:
     host = {"RUNNER": "host", "PIP_NO_INDEX": "1"}
     workshop.write("lock/dev.txt", "no-such-thing==1.0 --hash=sha256:" + "0" * 64 + "\n")

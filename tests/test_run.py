@@ -192,7 +192,7 @@ def test_a_profile_for_a_gpu_stops_where_there_is_none(workshop: Workshop) -> No
     workshop.write("profiles/toy.toml", 'extends = "smollm2"\ndevice = "cuda"\n')
     workshop.replace("stages/data.py", "TAKES", 'LIBRARIES = ("torch",)\nTAKES')
     said = workshop.run("all", code=2, CUDA_VISIBLE_DEVICES="")
-    assert "draftmill: data: the profile says device = 'cuda', which needs 1 GPU, and 0 can be used here" in said
+    assert "data: the profile says device = 'cuda', which needs 1 GPU, and 0 can be used here" in said
     assert workshop.ran() == ["fetch"]  # which needs none
 
 
