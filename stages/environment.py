@@ -2,7 +2,7 @@
 
     python3.12 -m stages.environment            make it, unless it is there and answers to the locks
     python3.12 -m stages.environment --check    exit 0 if it does, else 1
-    python3 -m stages.environment --system      without .venv: whether this python3 has what running stages takes
+    python3 -m stages.environment --system      make nothing: does this python3 have what stages take?
 """
 
 import argparse
@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m stages.environment", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only say whether it is ready")
-    parser.add_argument("--system", action="store_true", help="check the Python that runs this, and make nothing")
+    parser.add_argument("--system", action="store_true", help="check the Python that runs this")
     options = parser.parse_args(argv)
     try:
         if options.system:
@@ -54,7 +54,7 @@ def check_system() -> int:
         UserError: it is too old, or lacks a library; the text names it.
     """
     missing = [name for name in WRAPPER_LIBRARIES if importlib.util.find_spec(name) is None]
-    if sys.version_info < (3, 12):
+    if sys.version_info < (3, 12):  # noqa: UP036 (a borrowed machine's python3 may be anything)
         missing.insert(0, "Python 3.12")
     if missing:
         raise UserError(f"RUNNER=system takes {sys.executable} as it is, and it lacks {', '.join(missing)}; "
