@@ -77,10 +77,10 @@ class Service:
             outcome = "refused"
             raise
         except PayloadTooLarge:
-            outcome = "too large"
+            outcome = "too_large"
             raise
         except TimeoutError:
-            outcome = "late body"
+            outcome = "late_body"
             raise
         finally:
             self.metrics.requests.labels(outcome).inc()

@@ -17,22 +17,20 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
-
-from drafter import logs, weights
+from drafter import logs
 from drafter.app import Service
-from drafter.batcher import PROBE, Batcher, Limits
-from drafter.engine import Engine
+from drafter.batcher import Batcher, Limits
 from drafter.metrics import Metrics
-from drafter.model import build
-from drafter.settings import WEIGHTS, Address, Settings, Sums
+from drafter.settings import Address, Settings, Sums
+
+if TYPE_CHECKING:
+    from drafter.engine import Engine
 
 BACKLOG = 1024
 GRACE_S = 8.0  # for the answers that are under way when the server is told to stop
 LAST_WORDS_S = 1.0
-WARM_UP_TOKENS = 64
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,8 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         listener = bind(address)
         settings = Settings.read(arguments.weights)
         sums = Sums.check(arguments.weights)
-        engine = open_engine(arguments.weights, settings)
-        warm_up(engine, settings)
+        # Importing torch takes seconds; a taken port or a missing file need not wait for it.
+        from drafter import loading  # noqa: PLC0415
+
+        engine = loading.open_engine(arguments.weights, settings)
+        loading.warm_up(engine, settings)
         return asyncio.run(serve(engine, settings, address, sums, listener))
     except (ValueError, OSError) as error:
         print(f"drafter: {error}", file=sys.stderr)
@@ -92,45 +93,7 @@ def _no_listener(address: Address, error: OSError) -> ValueError:
     )
 
 
-def open_engine(folder: Path, settings: Settings) -> Engine:
-    """Load the weights onto the GPU in bfloat16, or onto the CPU in the type that serving.json names.
-
-    Raises:
-        ValueError: the weights or the token limit do not fit; the message names the file.
-    """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if device == "cuda" else getattr(torch, settings.dtype_cpu)
-    started = time.monotonic()
-    config, tensors = weights.load(folder / WEIGHTS, device)
-    if settings.token_limit > config.vocab_size:
-        raise ValueError(
-            f"{folder}: token_limit is {settings.token_limit}, but there are {config.vocab_size} embeddings"
-        )
-    try:
-        decoder = build(config, tensors, dtype, device)
-    except ValueError as error:
-        raise ValueError(f"{folder / WEIGHTS}: {error}") from error
-    logs.event(logging.INFO, "weights loaded", device=device, dtype=str(dtype).removeprefix("torch."),
-               took_s=round(time.monotonic() - started, 3))
-    slots = settings.slots or settings.max_batch
-    return Engine(decoder, settings.context_tokens, slots=slots, token_limit=settings.token_limit)
-
-
-def warm_up(engine: Engine, settings: Settings) -> None:
-    """Draft once alone and once in a full batch, so that no request pays for a first time.
-
-    Raises:
-        RuntimeError: a draft comes out empty.
-    """
-    started = time.monotonic()
-    length = min(WARM_UP_TOKENS, settings.context_tokens)
-    for batch in ([PROBE], [PROBE * length] * settings.max_batch):
-        if not all(engine.draft(batch, settings.draft_tokens)):
-            raise RuntimeError("the warm-up gave an empty draft")
-    logs.event(logging.INFO, "warmed up", took_s=round(time.monotonic() - started, 3))
-
-
-async def serve(engine: Engine, settings: Settings, address: Address, sums: Sums,
+async def serve(engine: "Engine", settings: Settings, address: Address, sums: Sums,
                 listener: socket.socket) -> int:
     """Answer requests until a signal or a fault that sticks; return the exit code.
 

@@ -21,12 +21,25 @@ ROOT = Path(__file__).parents[1]
 TOKEN_LIMIT = 500
 CONTEXT = 96
 CONFIG = ModelConfig(
-    vocab_size=512, hidden_size=64, intermediate_size=128, layers=2, heads=4, kv_heads=2, head_dim=16,
-    rope_theta=1e4, rms_eps=1e-5, tied=True, qk_norm=False,
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=128,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    rope_theta=1e4,
+    rms_eps=1e-5,
+    tied=True,
+    qk_norm=False,
 )
 SERVING = {
-    "draft_tokens": 16, "context_tokens": CONTEXT, "max_batch": 32, "token_limit": TOKEN_LIMIT,
-    "dtype_cpu": "float32", "request_max_bytes": 100_000,
+    "draft_tokens": 16,
+    "context_tokens": CONTEXT,
+    "max_batch": 32,
+    "token_limit": TOKEN_LIMIT,
+    "dtype_cpu": "float32",
+    "request_max_bytes": 100_000,
 }
 
 
@@ -34,8 +47,10 @@ def random_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
     """Random weights, wide enough that drafts differ from one another."""
     torch.manual_seed(seed)
     with torch.no_grad():
-        return {name: value if "norm" in name else torch.randn_like(value) * 0.3
-                for name, value in Decoder(CONFIG).state_dict().items()}
+        return {
+            name: value if "norm" in name else torch.randn_like(value) * 0.3
+            for name, value in Decoder(CONFIG).state_dict().items()
+        }
 
 
 def write_model(folder: Path, serving: dict[str, object] = SERVING) -> Path:
@@ -78,7 +93,9 @@ class Server:
         end = time.monotonic() + deadline_s
         while time.monotonic() < end:
             if self.process.poll() is not None:
-                raise AssertionError(f"the server ended with {self.process.returncode}: {self.log.read_text()}")
+                raise AssertionError(
+                    f"the server ended with {self.process.returncode}: {self.log.read_text()}"
+                )
             ports = [event["port"] for event in self.events() if event["event"] == "listening"]
             if len(ports) >= starts:
                 self.url = f"http://127.0.0.1:{ports[-1]}"
@@ -119,7 +136,11 @@ def started(command: list[str], log: Path, cwd: Path | None = None, **env: str):
     """Run a server command until the block ends."""
     with log.open("wb") as stream:
         process = subprocess.Popen(
-            command, stdout=stream, stderr=stream, stdin=subprocess.DEVNULL, cwd=cwd or ROOT,
+            command,
+            stdout=stream,
+            stderr=stream,
+            stdin=subprocess.DEVNULL,
+            cwd=cwd or ROOT,
             env=environment(**env),
         )
     server = Server(process, log)

@@ -40,6 +40,7 @@ def count_of(metrics, name, **labels):
 
 def trial(scenario, fault=lambda model, requests: None, limits=QUICK):
     """Run a scenario(model, batcher) with a started batcher."""
+
     async def run():
         model = Model(fault)
         batcher = Batcher(model.draft, limits, Metrics())
@@ -49,6 +50,7 @@ def trial(scenario, fault=lambda model, requests: None, limits=QUICK):
         finally:
             model.gate.set()
             batcher.stop()
+
     asyncio.run(asyncio.wait_for(run(), 20))
 
 
@@ -72,6 +74,7 @@ def test_what_comes_while_a_step_runs_is_drafted_in_the_next():
         assert await first == expected([1])
         assert await asyncio.gather(*rest) == [expected([10 * row]) for row in range(1, 12)]
         assert [len(batch) for batch in model.batches] == [1, 8, 3]
+
     trial(scenario)
 
 
@@ -81,6 +84,7 @@ def test_requests_that_come_together_share_the_first_step():
         assert [len(batch) for batch in model.batches] == [6]
         assert count_of(batcher.metrics, "drafter_batch_rows_count") == 1
         assert count_of(batcher.metrics, "drafter_queue_seconds_count") == 6
+
     trial(scenario)
 
 
@@ -98,6 +102,7 @@ def test_one_fault_costs_nobody_the_draft(capfd):
         assert batcher.ready(50)
         assert count_of(batcher.metrics, "drafter_failures_total", kind="step") == 1
         assert count_of(batcher.metrics, "drafter_failures_total", kind="request") == 0
+
     logs.configure("info")
     trial(scenario, once)
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
@@ -121,6 +126,7 @@ def test_a_request_that_cannot_be_drafted_goes_without_and_its_neighbours_do_not
         for _ in range(QUICK.broken_rounds + 2):
             assert await batcher.submit([13], 10) == []
         assert batcher.ready(50) and batcher.alive
+
     trial(scenario, poisoned, Limits(draft_tokens=4, max_batch=8, broken_s=0, broken_rounds=1))
 
 
@@ -137,6 +143,7 @@ def test_a_fault_that_lasts_is_answered_at_once_seen_and_given_up(capfd):
         assert time.monotonic() - started < 5
         await until(lambda: not batcher.alive)
         assert await batcher.submit([1], 10) == []
+
     logs.configure("info")
     trial(scenario, raising)
     events = [json.loads(line)["event"] for line in capfd.readouterr().err.splitlines()]
@@ -154,6 +161,7 @@ def test_an_engine_that_recovers_is_ready_again_without_a_request():
         await until(lambda: batcher.ready(50))
         assert model.batches[-1] == [PROBE]
         assert await batcher.submit([1], 10) == expected([1])
+
     trial(scenario, broken_for_a_while, Limits(draft_tokens=4, probe_s=0.01, broken_s=60))
 
 
@@ -165,6 +173,7 @@ def test_an_engine_that_answers_the_wrong_number_is_a_fault(answer):
         assert await batcher.submit([1], 10) == []
         assert count_of(batcher.metrics, "drafter_failures_total", kind="step") == 1
         batcher.stop()
+
     asyncio.run(run())
 
 
@@ -180,6 +189,7 @@ def test_no_request_waits_longer_than_it_may():
         model.gate.set()
         assert await batcher.submit([3], 10) == expected([3])
         assert batcher.ready(0.1)
+
     trial(scenario)
 
 
@@ -189,6 +199,7 @@ def test_a_stalled_step_is_given_up_and_nobody_is_left_waiting():
         assert await asyncio.gather(*(batcher.submit([row], 10) for row in range(3))) == [[]] * 3
         await batcher.given_up.wait()
         assert batcher.busy
+
     trial(scenario, limits=Limits(stall_s=0.1))
 
 
@@ -204,6 +215,7 @@ def test_nothing_is_drafted_for_a_client_that_left():
         model.gate.set()
         assert (await first, await stays) == (expected([1]), expected([3]))
         assert model.batches == [[[1]], [[3]]]
+
     trial(scenario)
 
 
@@ -212,6 +224,7 @@ def test_more_than_may_wait_are_taken_in_as_room_comes():
         drafts = await asyncio.gather(*(batcher.submit([row], 10) for row in range(40)))
         assert drafts == [expected([row]) for row in range(40)]
         assert max(map(len, model.batches)) <= 4
+
     trial(scenario, limits=Limits(draft_tokens=4, max_batch=8, max_waiting=4))
 
 
@@ -224,4 +237,5 @@ def test_stopping_answers_what_waits():
         assert await asyncio.gather(*waiting) == [[]] * 20
         assert await batcher.submit([1], 10) == []
         await until(lambda: not batcher.alive)
+
     trial(scenario)

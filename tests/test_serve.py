@@ -1,7 +1,6 @@
 """serve.sh: from copies of an output folder, as the grader and others would start it."""
 
 import base64
-import contextlib
 import hashlib
 import os
 import shutil
@@ -16,6 +15,7 @@ import httpx
 import pytest
 from serving import ROOT, environment, free_port, started, write_model
 
+INFO = "draftmill_probe-1.0.dist-info"
 WHEEL = "draftmill_probe-1.0-py3-none-any.whl"
 PATH = f"{Path(sys.executable).parent}:/usr/bin:/bin"
 
@@ -34,12 +34,11 @@ def write_wheelhouse(folder):
     folder.mkdir()
     files = {
         "draftmill_probe.py": b"ANSWER = 42\n",
-        "draftmill_probe-1.0.dist-info/METADATA": b"Metadata-Version: 2.1\nName: draftmill-probe\nVersion: 1.0\n",
-        "draftmill_probe-1.0.dist-info/WHEEL":
-            b"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{INFO}/METADATA": b"Metadata-Version: 2.1\nName: draftmill-probe\nVersion: 1.0\n",
+        f"{INFO}/WHEEL": b"Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
     rows = [f"{name},sha256={urlsafe(content)},{len(content)}\n" for name, content in files.items()]
-    record = "draftmill_probe-1.0.dist-info/RECORD"
+    record = f"{INFO}/RECORD"
     with zipfile.ZipFile(folder / WHEEL, "w") as archive:
         for name, content in files.items():
             archive.writestr(name, content)
@@ -55,20 +54,19 @@ def urlsafe(content):
 def snapshot(folder):
     """Every file's bytes, and every name's mode."""
     paths = sorted(folder.rglob("*"))
-    return [(str(path.relative_to(folder)), stat.S_IMODE(path.stat().st_mode),
-             path.read_bytes() if path.is_file() else None) for path in paths]
+    return [
+        (
+            str(path.relative_to(folder)),
+            stat.S_IMODE(path.stat().st_mode),
+            path.read_bytes() if path.is_file() else None,
+        )
+        for path in paths
+    ]
 
 
-@contextlib.contextmanager
 def served(script, log, **env):
     settings = {"PATH": PATH, "HOST": "127.0.0.1", **env}
-    with started(["bash", str(script)], log, cwd=Path("/"), **settings) as server:
-        try:
-            server.wait_until_ready()
-            yield server
-        finally:
-            if server.process.poll() is None:
-                assert server.stop() == 0
+    return started(["bash", str(script)], log, cwd=Path("/"), **settings)
 
 
 def ended(script, **env):
@@ -88,7 +86,7 @@ def installed(folder):
     return list(folder.glob(f"draftmill-{os.getuid()}-*/site/draftmill_probe.py"))
 
 
-def test_serves_from_a_path_with_spaces_through_a_link_and_leaves_its_folder_alone(output, tmp_path):
+def test_two_first_starts_at_once_by_a_link_into_a_closed_folder_with_spaces(output, tmp_path):
     place = tmp_path / "sub mission (v2)"
     shutil.copytree(output, place)
     before = snapshot(place)
@@ -98,34 +96,31 @@ def test_serves_from_a_path_with_spaces_through_a_link_and_leaves_its_folder_alo
     link.symlink_to("sub mission (v2)/serve.sh")
     temporary = tmp_path / "t t"
     temporary.mkdir()
-    env = {"TMPDIR": str(temporary), "CDPATH": "/usr:/", "HOME": "/nonexistent", "http_proxy": "http://127.0.0.1:9"}
-    with served(link, tmp_path / "log", **env) as server:
-        assert len(draft(server)) == 16
-        version = httpx.get(f"{server.url}/version", trust_env=False).json()
-        assert version["model"] == "submission"
-        assert version["weights_sha256"] == hashlib.sha256((place / "model.safetensors").read_bytes()).hexdigest()
+    env = {"TMPDIR": str(temporary), "HOME": "/nonexistent", "http_proxy": "http://127.0.0.1:9"}
+    with (
+        served(link, tmp_path / "log1", MODEL_NAME="one", CDPATH="/usr:/", **env) as first,
+        served(place / "serve.sh", tmp_path / "log2", **env) as second,
+    ):
+        first.wait_until_ready()
+        second.wait_until_ready()
+        assert len(draft(first)) == 16
+        assert draft(first) == draft(second)
+        version = httpx.get(f"{first.url}/version", trust_env=False).json()
+        assert version["model"] == "one"
+        weights = (place / "model.safetensors").read_bytes()
+        assert version["weights_sha256"] == hashlib.sha256(weights).hexdigest()
+        assert (first.stop(), second.stop()) == (0, 0)
     assert len(installed(temporary)) == 1
+    assert not list(temporary.glob("draftmill-*/new.*"))
     for path in [place, *place.rglob("*")]:
         path.chmod(path.stat().st_mode | stat.S_IWUSR)
     assert [row[::2] for row in snapshot(place)] == [row[::2] for row in before]
 
 
-def test_two_first_starts_race_for_the_installation_and_both_serve(output, tmp_path):
-    env = {"PATH": PATH, "HOST": "127.0.0.1", "TMPDIR": str(tmp_path)}
-    command = ["bash", str(output / "serve.sh")]
-    with (started(command, tmp_path / "log1", cwd=Path("/"), **env) as first,
-          started(command, tmp_path / "log2", cwd=Path("/"), **env) as second):
-        first.wait_until_ready()
-        second.wait_until_ready()
-        assert draft(first) == draft(second)
-        assert len(installed(tmp_path)) == 1
-        assert not list(tmp_path.glob("draftmill-*/new.*"))
-        assert (first.stop(), second.stop()) == (0, 0)
-
-
 def test_a_killed_server_comes_back_and_a_second_on_its_port_does_not(output, tmp_path):
     port = str(free_port())
     with served(output / "serve.sh", tmp_path / "log", TMPDIR=str(tmp_path), PORT=port) as server:
+        server.wait_until_ready()
         result = ended(output / "serve.sh", TMPDIR=str(tmp_path), PORT=port)
         assert result.returncode == 2
         assert f"cannot listen on 127.0.0.1 port {port}" in result.stderr
@@ -135,6 +130,7 @@ def test_a_killed_server_comes_back_and_a_second_on_its_port_does_not(output, tm
         server.wait_until_ready(starts=2)
         assert draft(server)
         assert "starting it again" in server.log.read_text()
+        assert server.stop() == 0
 
 
 def test_what_the_user_can_mend_is_a_sentence(output, tmp_path):
@@ -183,7 +179,7 @@ def test_a_server_that_keeps_failing_is_given_up(output, tmp_path):
     shutil.copytree(output, copy)
     (copy / "drafter" / "server.py").write_text("import sys; sys.exit(7)\n")
     script = copy / "serve.sh"
-    script.write_text(script.read_text().replace("run sleep \"$pause\"", "run sleep 0"))
+    script.write_text(script.read_text().replace('run sleep "$pause"', "run sleep 0"))
     result = ended(script, TMPDIR=str(tmp_path))
     assert result.returncode == 1
     assert result.stderr.count("starting it again") == 4
@@ -194,6 +190,8 @@ def test_a_signal_during_the_pause_ends_it(output, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(output, copy)
     (copy / "drafter" / "server.py").write_text("import sys; sys.exit(7)\n")
-    with started(["bash", str(copy / "serve.sh")], tmp_path / "log", TMPDIR=str(tmp_path), PATH=PATH) as server:
+    with started(
+        ["bash", str(copy / "serve.sh")], tmp_path / "log", TMPDIR=str(tmp_path), PATH=PATH
+    ) as server:
         server.wait_for("again in 2 s")
         assert server.stop() == 0

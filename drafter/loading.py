@@ -1,0 +1,53 @@
+"""From a folder to an engine that is warm."""
+
+import logging
+import time
+from pathlib import Path
+
+import torch
+
+from drafter import logs, weights
+from drafter.batcher import PROBE
+from drafter.engine import Engine
+from drafter.model import build
+from drafter.settings import WEIGHTS, Settings
+
+WARM_UP_TOKENS = 64
+
+
+def open_engine(folder: Path, settings: Settings) -> Engine:
+    """Load the weights onto the GPU in bfloat16, or onto the CPU in the type that serving.json names.
+
+    Raises:
+        ValueError: the weights or the token limit do not fit; the message names the file.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else getattr(torch, settings.dtype_cpu)
+    started = time.monotonic()
+    config, tensors = weights.load(folder / WEIGHTS, device)
+    if settings.token_limit > config.vocab_size:
+        raise ValueError(
+            f"{folder}: token_limit is {settings.token_limit}, but there are {config.vocab_size} embeddings"
+        )
+    try:
+        decoder = build(config, tensors, dtype, device)
+    except ValueError as error:
+        raise ValueError(f"{folder / WEIGHTS}: {error}") from error
+    logs.event(logging.INFO, "weights loaded", device=device, dtype=str(dtype).removeprefix("torch."),
+               took_s=round(time.monotonic() - started, 3))
+    slots = settings.slots or settings.max_batch
+    return Engine(decoder, settings.context_tokens, slots=slots, token_limit=settings.token_limit)
+
+
+def warm_up(engine: Engine, settings: Settings) -> None:
+    """Draft once alone and once in a full batch, so that no request pays for a first time.
+
+    Raises:
+        RuntimeError: a draft comes out empty.
+    """
+    started = time.monotonic()
+    length = min(WARM_UP_TOKENS, settings.context_tokens)
+    for batch in ([PROBE], [PROBE * length] * settings.max_batch):
+        if not all(engine.draft(batch, settings.draft_tokens)):
+            raise RuntimeError("the warm-up gave an empty draft")
+    logs.event(logging.INFO, "warmed up", took_s=round(time.monotonic() - started, 3))

@@ -1,0 +1,494 @@
+"""The server: a real process over real TCP, with a real engine over a tiny random drafter."""
+
+import asyncio
+import http.client
+import json
+import random
+import signal
+import socket
+import time
+
+import httpx
+import pytest
+from serving import (
+    CONFIG,
+    CONTEXT,
+    SERVING,
+    TOKEN_LIMIT,
+    failed,
+    free_port,
+    running,
+    write_model,
+    write_sums,
+)
+
+from drafter import app, loading, server, weights
+from drafter.app import Service
+from drafter.batcher import Batcher, Limits
+from drafter.engine import Engine
+from drafter.metrics import Metrics
+from drafter.model import build
+from drafter.settings import Address, Settings, Sums
+
+VOCAB = CONFIG.vocab_size
+DIGITS = str(10**22)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("served") / "model")
+
+
+@pytest.fixture(scope="module")
+def served(folder):
+    with running(folder) as running_server:
+        yield running_server
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    """What the engine drafts for a request that has it for itself, with nothing cached."""
+    config, tensors = weights.load(folder / "model.safetensors")
+    decoder = build(config, tensors, dtype=weights.torch.float32, device="cpu")
+
+    def draft(tokens):
+        return Engine(decoder, CONTEXT, slots=1, token_limit=TOKEN_LIMIT).draft([list(tokens)])[0]
+
+    return draft
+
+
+@pytest.fixture
+def client(served):
+    with httpx.Client(base_url=served.url, trust_env=False, timeout=60) as made:
+        yield made
+
+
+def prompts(count, seed, longest=CONTEXT - 16):
+    pick = random.Random(seed)
+    return [[pick.randrange(VOCAB) for _ in range(pick.randint(1, longest))] for _ in range(count)]
+
+
+def body(tokens):
+    return json.dumps({"tokens": tokens}).encode()
+
+
+def refused(answer, *statuses):
+    assert answer.status_code in (statuses or (400,)), answer.text
+    sentence = answer.json()["error"]
+    assert len(sentence) > 10
+    return sentence
+
+
+BAD = {
+    "empty": b"",
+    "spaces": b" \n",
+    "no json": b"tokens",
+    "cut": b'{"tokens": [1, 2',
+    "two": b'{"tokens": [1]} 2',
+    "latin": b'{"tokens": [1], "\xe9": 1}',
+    "bom": b"\xef\xbb\xbf" + body([1]),
+    "utf-16": body([1]).decode().encode("utf-16"),
+    "zero byte": body([1]) + b"\0",
+    "list": b"[1]",
+    "number": b"1",
+    "string": b'"tokens"',
+    "null": b"null",
+    "true": b"true",
+    "no key": b"{}",
+    "other key": b'{"token": [1]}',
+    "key twice": b'{"tokens": [1], "tokens": [2]}',
+    "other key twice": b'{"tokens": [1], "a": 1, "a": 1}',
+    "null tokens": b'{"tokens": null}',
+    "string tokens": b'{"tokens": "1 2"}',
+    "object tokens": b'{"tokens": {"0": 1}}',
+    "number tokens": b'{"tokens": 1}',
+    "no tokens": body([]),
+    "negative": body([-1]),
+    "vocab": body([VOCAB]),
+    "2**63": body([1, 2**63]),
+    "-2**63": body([-(2**63)]),
+    "23 digits": body([int(DIGITS)]),
+    "bool": b'{"tokens": [1, true]}',
+    "false": b'{"tokens": [false]}',
+    "float": b'{"tokens": [1, 2.0]}',
+    "exponent": b'{"tokens": [1e0]}',
+    "nan": b'{"tokens": [1, NaN]}',
+    "infinity": b'{"tokens": [-Infinity]}',
+    "1e400": b'{"tokens": [1e400]}',
+    "null in list": b'{"tokens": [null]}',
+    "string in list": b'{"tokens": ["1"]}',
+    "nested": b'{"tokens": [[1]]}',
+    "object in list": b'{"tokens": [{}]}',
+    "hex": b'{"tokens": [0x1]}',
+    "leading zero": b'{"tokens": [01]}',
+    "5,000 digits": b'{"tokens": [' + b"1" * 5000 + b"]}",
+    "deep list": b"[" * 60_000,
+    "deep whole": b"[" * 40_000 + b"]" * 40_000,
+    "deep objects": b'{"a":' * 15_000,
+    "deep tokens": b'{"tokens":' + b"[" * 60_000,
+    "comment": b'{"tokens": [1] /* */}',
+    "trailing comma": b'{"tokens": [1,]}',
+    "single quotes": b"{'tokens': [1]}",
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_body_is_refused_with_a_sentence(client, kind):
+    sentence = refused(client.post("/draft", content=BAD[kind]))
+    assert len(sentence) < 200
+
+
+def test_the_sentence_names_what_is_wrong(client):
+    assert f"tokens[2] is {VOCAB}; ids run from 0 to {VOCAB - 1}" in refused(
+        client.post("/draft", content=body([1, 2, VOCAB]))
+    )
+    assert "tokens[1] must be an integer, not a boolean (true)" in refused(
+        client.post("/draft", content=BAD["bool"])
+    )
+    assert "100000 bytes" in refused(client.post("/draft", content=b"[" * 100_001), 413)
+    assert "POST /draft" in refused(client.get("/nothing"), 404)
+    assert "GET is not allowed on /draft" in refused(client.get("/draft"), 405)
+    refused(client.post("/health", content=b"x"), 405)
+    assert "header" in refused(client.get("/health", headers={"x": "y" * 10_000}), 413)
+
+
+def test_a_thousand_malformed_requests_disturb_no_valid_one(served, alone):
+    pick = random.Random(1)
+    kinds = [
+        *BAD.values(),
+        *(body([pick.randrange(VOCAB), wrong]) for wrong in (-5, VOCAB + 7, 1.5, True, None, "7")),
+    ]
+    malformed = [kinds[index % len(kinds)] for index in range(992)] + [
+        b'{"tokens": [' + b"1," * 5_000_000
+    ] * 8
+    pick.shuffle(malformed)
+    valid = prompts(12, seed=2)
+    expected = [alone(tokens) for tokens in valid]
+
+    async def trial():
+        limits = httpx.Limits(max_connections=32)
+        async with httpx.AsyncClient(
+            base_url=served.url, trust_env=False, timeout=60, limits=limits
+        ) as client:
+            finished = asyncio.Event()
+
+            async def torment():
+                while malformed:
+                    refused(await client.post("/draft", content=malformed.pop()), 400, 413)
+
+            async def converse(offset):
+                count = 0
+                while not finished.is_set() or count < len(valid):
+                    index = (offset + count) % len(valid)
+                    answer = await client.post("/draft", json={"tokens": valid[index]})
+                    assert answer.status_code == 200
+                    assert answer.json() == {"draft": expected[index]}
+                    count += 1
+                return count
+
+            talks = [asyncio.create_task(converse(offset)) for offset in (0, 4, 8)]
+            await asyncio.gather(*(torment() for _ in range(12)))
+            finished.set()
+            return sum(await asyncio.gather(*talks))
+
+    assert asyncio.run(trial()) >= 3 * len(valid)
+    assert httpx.get(f"{served.url}/health", trust_env=False).status_code == 200
+
+
+def all_at_once(url, requests):
+    async def trial():
+        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60) as client:
+            return await asyncio.gather(
+                *(client.post("/draft", json={"tokens": tokens}) for tokens in requests)
+            )
+
+    answers = asyncio.run(trial())
+    assert [answer.status_code for answer in answers] == [200] * len(requests)
+    return [answer.json()["draft"] for answer in answers]
+
+
+def test_32_at_once_get_what_each_gets_alone(served, client, alone):
+    requests = prompts(32, seed=3)
+    drafts = all_at_once(served.url, requests)
+    assert drafts == [alone(tokens) for tokens in requests]
+    assert all(len(draft) == 16 and max(draft) < TOKEN_LIMIT for draft in drafts)
+    lines = [line for line in client.get("/metrics").text.splitlines() if not line.startswith("#")]
+    rows = {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+    assert rows["drafter_batch_rows_sum"] > rows["drafter_batch_rows_count"]
+    assert rows['drafter_requests_total{outcome="drafted"}'] >= 32
+    assert rows["drafter_empty_drafts_total"] == 0
+
+
+@pytest.mark.parametrize(
+    "length", [CONTEXT - 17, CONTEXT - 16, CONTEXT - 15, CONTEXT - 1, CONTEXT, CONTEXT + 1, 5000]
+)
+def test_the_neighbours_of_a_long_request_are_undisturbed(served, alone, length):
+    pick = random.Random(length)
+    long = [pick.randrange(VOCAB) for _ in range(length)]
+    neighbours = prompts(31, seed=length)
+    first, *rest = all_at_once(served.url, [long, *neighbours])
+    assert rest == [alone(tokens) for tokens in neighbours]
+    assert first == alone(long)
+    assert 1 <= len(first) <= 16
+
+
+def test_an_embedding_without_a_token_is_taken_and_never_proposed(client):
+    for token in range(TOKEN_LIMIT, VOCAB):
+        answer = client.post("/draft", json={"tokens": [token] * 3, "more": "is ignored"})
+        assert answer.status_code == 200
+        assert max(answer.json()["draft"]) < TOKEN_LIMIT
+
+
+def test_a_chunked_body_and_a_client_that_leaves(served, client):
+    answer = client.post("/draft", content=iter([b'{"tok', b'ens": [1, ', b"2]}"]))
+    assert len(answer.json()["draft"]) == 16
+    host, port = served.url.removeprefix("http://").split(":")
+    for sent in (
+        b"POST /draft HTTP/1.1\r\nContent-Length: 50\r\n\r\n{",
+        b"POST /draft HTTP/1.1\r\nContent-Length: 15\r\n\r\n" + body([1]),
+    ):
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(sent)
+    for rubbish in (
+        b"\x16\x03\x01\r\n\r\n",
+        b"GET /health\r\n\r\n",
+        b"POST /draft HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+    ):
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(rubbish)
+            assert connection.recv(1000).startswith(b"HTTP/1.1 400")
+    assert client.post("/draft", content=body([1])).status_code == 200
+
+
+def test_a_pooled_connection_lasts_through_pauses_and_refusals(served):
+    host, port = served.url.removeprefix("http://").split(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=30)
+    connection.connect()
+    kept = connection.sock
+    for index in range(30):
+        connection.request("POST", "/draft", body=body([1]) if index % 3 else b"[")
+        answer = connection.getresponse()
+        answer.read()
+        assert answer.status == (200 if index % 3 else 400)
+        time.sleep(0.02 if index else 1.5)
+        assert connection.sock is kept
+    connection.close()
+
+
+def test_what_is_served_is_named(folder, served, client):
+    version = client.get("/version").json()
+    sums = Sums.check(folder)
+    assert version == {"model": "submission", "weights_sha256": sums.weights, "sums_sha256": sums.sums}
+    assert [client.get(path).status_code for path in ("/health", "/health/live", "/health/ready")] == [
+        200
+    ] * 3
+    events = [event["event"] for event in served.events()]
+    assert events[:3] == ["weights loaded", "warmed up", "listening"]
+    assert "request" not in events
+
+
+def altered(folder, *lines, **env):
+    """Run a server whose Python was altered before `main`."""
+    code = "\n".join(
+        [
+            "import functools, os, sys, time",
+            "from drafter import app, server",
+            "from drafter.engine import Engine",
+            *lines,
+            "sys.exit(server.main())",
+        ]
+    )
+    return running(folder, module=("-c", code), **env)
+
+
+GATED = (
+    "draft = Engine.draft",
+    "def gated(*arguments):",
+    "    while os.path.exists(os.environ['GATE']): time.sleep(0.01)",
+    "    return draft(*arguments)",
+    "Engine.draft = gated",
+)
+
+
+def test_sigterm_answers_what_was_accepted_and_takes_no_more(folder, tmp_path):
+    gate = tmp_path / "gate"
+    with altered(folder, *GATED, GATE=str(gate)) as held:
+        gate.touch()
+
+        async def trial():
+            async with httpx.AsyncClient(base_url=held.url, trust_env=False, timeout=30) as client:
+                waiting = [
+                    asyncio.create_task(client.post("/draft", json={"tokens": [row]})) for row in range(4)
+                ]
+                while (await client.get("/metrics")).text.count("drafter_batch_rows_count 1.0") == 0:
+                    await asyncio.sleep(0.01)
+                held.process.send_signal(signal.SIGTERM)
+                await asyncio.to_thread(held.wait_for, '"stopping"')
+                with pytest.raises(httpx.ConnectError):
+                    await asyncio.to_thread(httpx.get, f"{held.url}/health", trust_env=False)
+                gate.unlink()
+                return await asyncio.gather(*waiting)
+
+        answers = asyncio.run(trial())
+        assert [(answer.status_code, len(answer.json()["draft"])) for answer in answers] == [(200, 16)] * 4
+        assert answers[0].headers["connection"] == "close"
+        assert held.process.wait(5) == 0
+
+
+def test_sigterm_in_a_step_that_hangs_still_ends_in_time(folder, tmp_path):
+    gate = tmp_path / "gate"
+    with altered(folder, *GATED, "server.GRACE_S = 0.5", "app.KEEP_ALIVE_S = 1", GATE=str(gate)) as held:
+        # The keep-alive that is set is the one that is used: an idle connection is closed after a second.
+        host, port = held.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=5) as connection:
+            connection.sendall(b"GET /health HTTP/1.1\r\n\r\n")
+            while connection.recv(1000):
+                pass
+        gate.touch()
+
+        async def trial():
+            async with httpx.AsyncClient(base_url=held.url, trust_env=False, timeout=30) as client:
+                waiting = asyncio.create_task(client.post("/draft", json={"tokens": [1]}))
+                while (await client.get("/metrics")).text.count("drafter_batch_rows_count 1.0") == 0:
+                    await asyncio.sleep(0.01)
+                assert await asyncio.to_thread(held.stop) == 0
+                return (await waiting).json()
+
+        assert asyncio.run(trial()) == {"draft": []}
+
+
+def test_a_broken_engine_answers_turns_unready_and_ends_the_process(folder, tmp_path):
+    gate = tmp_path / "gate"
+    lines = (
+        "draft = Engine.draft",
+        "def broken(*arguments):",
+        "    if os.path.exists(os.environ['GATE']): raise RuntimeError('CUDA error: for the test')",
+        "    return draft(*arguments)",
+        "Engine.draft = broken",
+        "app.ANSWER_S, app.BODY_S = 5.0, 0.3",
+        "server.Limits = functools.partial(server.Limits, probe_s=0.2, broken_s=1.0)",
+    )
+    with altered(folder, *lines, GATE=str(gate)) as broken:
+        with httpx.Client(base_url=broken.url, trust_env=False, timeout=30) as client:
+            host, port = broken.url.removeprefix("http://").split(":")
+            with socket.create_connection((host, int(port)), timeout=10) as connection:
+                connection.sendall(b"POST /draft HTTP/1.1\r\nContent-Length: 50\r\n\r\n{")
+                assert connection.recv(1000).startswith(b"HTTP/1.1 408")
+            gate.touch()
+            started_s = time.monotonic()
+            assert all_at_once(broken.url, [[row] for row in range(8)]) == [[]] * 8
+            assert time.monotonic() - started_s < 1
+            assert client.get("/health").status_code == client.get("/health/ready").status_code == 503
+            assert client.get("/health/live").status_code == 200
+            text = client.get("/metrics").text
+            assert 'drafter_requests_total{outcome="empty"} 8.0' in text
+            assert "drafter_empty_drafts_total 8.0" in text
+        assert broken.process.wait(20) == 1
+        assert "CUDA error: for the test" in broken.log.read_text()
+
+
+def test_the_keep_alive_is_ours_and_outlasts_every_pause_below_two_minutes(folder):
+    settings, sums = Settings.read(folder), Sums.check(folder)
+    batcher = Batcher(lambda requests, count: [], Limits(), Metrics())
+    made = Service(settings, Address("", 0, ""), sums, VOCAB, batcher).app()
+    made.unregister_app(made)
+    config = made.config
+    assert config.KEEP_ALIVE_TIMEOUT == app.KEEP_ALIVE_S > 120
+    assert config.RESPONSE_TIMEOUT > app.ANSWER_S > app.BODY_S
+
+
+def test_a_missing_folder_ends_the_process_with_2_and_one_sentence(tmp_path):
+    result = failed(tmp_path)
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert "serving.json is missing" in result.stderr
+
+
+@pytest.fixture
+def ended(folder, tmp_path, monkeypatch, capsys):
+    """Run `main` in this process over a copy that was damaged; return its code and what it said."""
+    monkeypatch.setattr(server.signal, "signal", lambda *arguments: None)
+    monkeypatch.setattr(server.logs, "configure", lambda level: None)
+    monkeypatch.setenv("PORT", "0")
+
+    def run(damage, keep_sums=True):
+        copy = write_model(tmp_path / "copy")
+        damage(copy)
+        if not keep_sums:
+            (copy / "SHA256SUMS").unlink()
+        code = server.main(["--weights", str(copy)])
+        return code, capsys.readouterr().err
+
+    return run
+
+
+def flip(path, offset):
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def serving_with(**changes):
+    def damage(copy):
+        (copy / "serving.json").write_text(json.dumps(SERVING | changes))
+        write_sums(copy, ["model.safetensors", "serving.json"])
+
+    return damage
+
+
+def test_damaged_weights_are_named(ended):
+    code, said = ended(lambda copy: flip(copy / "model.safetensors", -100))
+    assert code == 2 and "model.safetensors is damaged" in said and "SHA256SUMS says" in said
+    code, said = ended(lambda copy: (copy / "model.safetensors").unlink())
+    assert code == 2 and "model.safetensors is missing" in said
+    for damage in (
+        lambda data: data[:-1],
+        lambda data: data + b"\0",
+        lambda data: data[:40],
+        lambda data: b"",
+        lambda data: b"version https://git-lfs.github.com/spec/v1\n",
+    ):
+
+        def rewrite(copy, damage=damage):
+            path = copy / "model.safetensors"
+            path.write_bytes(damage(path.read_bytes()))
+
+        code, said = ended(rewrite, keep_sums=False)
+        assert code == 2 and "model.safetensors" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"max_batch": 0}, "max_batch is 0"),
+        ({"draft_tokens": "16"}, "draft_tokens is '16'"),
+        ({"draft_tokens": True}, "draft_tokens is True"),
+        ({"dtype_cpu": "int8"}, "float32 and bfloat16"),
+        ({"draft_token": 16}, "must hold token_limit"),
+        ({"token_limit": 513}, "there are 512 embeddings"),
+        ({"slots": 8}, "at least max_batch"),
+    ],
+)
+def test_impossible_settings_are_named(ended, changes, sentence):
+    code, said = ended(serving_with(**changes))
+    assert code == 2 and sentence in said
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("PORT", "http"), ("PORT", "65536"), ("PORT", "-1"), ("HOST", "203.0.113.7")]
+)
+def test_an_impossible_address_is_named(ended, monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    code, said = ended(lambda copy: None)
+    assert code == 2 and value in said
+
+
+def test_a_port_that_is_taken_while_the_weights_load_is_named(ended, monkeypatch):
+    port = free_port()
+    other = server.bind(Address("127.0.0.1", port, ""))
+    monkeypatch.setattr(loading, "warm_up", lambda engine, settings: other.listen())
+    monkeypatch.setenv("PORT", str(port))
+    code, said = ended(lambda copy: None)
+    assert code == 2 and f"cannot listen on 127.0.0.1 port {port}" in said
+    code, said = ended(lambda copy: None)  # and at once where it was taken before
+    assert code == 2 and f"cannot listen on 127.0.0.1 port {port}" in said
+    other.close()
