@@ -58,7 +58,7 @@ def plan(root: Path, profile: Profile) -> Iterator[str]:
         taken = ", ".join(_taken(root, profile, declaration, config, open_stages))
         place = declaration.folder(root, profile.name).relative_to(root)
         yield ""
-        yield f"{stage}: {declaration.summary}"
+        yield f"{stage}: {declaration.summary.removeprefix(f'{stage}: ')}"
         yield from _item("config", "; ".join(_short(config)) or "nothing of the profile")
         yield from _item("takes", taken or "nothing")
         yield from _item("leaves", f"{place}/")
