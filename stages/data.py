@@ -18,7 +18,7 @@ from stages.files import sha256_file, write_atomic, write_json, write_jsonl
 from stages.job import Job
 from stages.profile import DataSource
 from stages.sources import Context, Rejected, Row, load_kind
-from stages.sources.upstream import declared
+from stages.sources.declared import declared
 from stages.tokenizer import Message, Tokenizer, load_tokenizer
 
 SECTIONS = ("target", "data")
