@@ -18,6 +18,8 @@ from stages.client import RequestError, parse
 POLL_S = 0.1
 HEALTH_TIMEOUT_S = 5.0
 LOG_LINES = 40
+# The grader has one GPU; a machine with more says here which of them is ours.
+HANDED_ON = ("CUDA_VISIBLE_DEVICES",)
 
 
 class SceneError(Exception):
@@ -46,7 +48,7 @@ class Server:
             "HOME": str(scratch / "home"),
             "TMPDIR": str(scratch / "tmp"),
             "LANG": "C.UTF-8",
-        }
+        } | {name: os.environ[name] for name in HANDED_ON if name in os.environ}
         command = isolation.command(*isolate, command=["bash", str(submission / "serve.sh")])
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, env=environment, cwd="/", stdin=subprocess.DEVNULL,

@@ -21,6 +21,7 @@ from stages.gates import REHEARSED, static_gates
 from stages.isolation import command
 from stages.job import Job
 from stages.profile import Limits, Selfcheck
+from stages.server import HANDED_ON
 from stages.size import survey
 
 # Counts upwards: right until the continuation jumps. FAULT tells it what to do wrong.
@@ -191,7 +192,7 @@ def test_a_whole_submission_passes_and_its_tau_is_the_offline_one(tmp_path, benc
     (line,) = report["server_log"]
     assert line.startswith("serving as submission")
     handed = {"HOME", "HOST", "LANG", "MODEL_NAME", "PATH", "PORT", "TMPDIR"}
-    assert set(ast.literal_eval(line.partition("submission ")[2])) - {"PWD", "SHLVL", "_"} == handed
+    assert set(ast.literal_eval(line.partition("submission ")[2])) - {"PWD", "SHLVL", "_", *HANDED_ON} == handed
 
 
 def test_the_network_is_taken_away_where_the_system_lets_it(tmp_path, bench):
