@@ -18,7 +18,7 @@ from stages.job import Job
 from stages.packages import pip_download
 from stages.pins import Pin, read_pins
 from stages.upstream import FILE, Archive, File, Source, find, read_sources
-from stages.wheelhouse import read_wheel
+from stages.wheelhouse import read_wheel, runs
 
 SECTIONS = ("fetch",)
 TAKES = ()
@@ -172,18 +172,12 @@ def _bring_wheels(job: Job, log: Downloads, pins: dict[str, Pin]) -> int:
     """Bring the grader's wheels, one for each pin; wheels of an older lock go."""
     folder, partial = job.out / WHEELS, job.out / PARTIAL / WHEELS
     folder.mkdir(parents=True, exist_ok=True)
-    here = {}
+    by_hash = {sha: pin.name for pin in pins.values() for sha in pin.hashes}
+    here: set[str] = set()
     for path in sorted(folder.iterdir()):
-        wheel = read_wheel(path) if path.suffix == ".whl" else None
-        pin = pins.get(wheel.name) if wheel else None
-        if (
-            wheel
-            and pin
-            and wheel.version == pin.version
-            and wheel.sha256 in pin.hashes
-            and pin.name not in here
-        ):
-            here[pin.name] = wheel
+        name = by_hash.get(sha256_file(path)) if path.is_file() and not path.is_symlink() else None
+        if name is not None and name not in here and _runs(path):
+            here.add(name)
         else:
             path.unlink()
             job.say(f"wheels: {path.name} is not of this lock and went")
@@ -208,6 +202,13 @@ def _bring_wheels(job: Job, log: Downloads, pins: dict[str, Pin]) -> int:
         brought += wheel.size
     shutil.rmtree(partial)
     return brought
+
+
+def _runs(path: Path) -> bool:
+    try:
+        return runs(read_wheel(path))
+    except UserError:
+        return False
 
 
 def _move_in(path: Path, place: Path) -> None:

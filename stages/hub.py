@@ -32,6 +32,7 @@ from stages.upstream import FILE, Source
 
 METHOD = "https"  # what the log calls the transfer: ranges over HTTP, never Xet or hf_transfer
 IDLE_S = 30.0  # a transfer that brings nothing for so long is broken off and resumed
+CHUNK_BYTES = 1 << 20  # what is lost at most when a transfer breaks off
 ATTEMPTS = 6
 FIRST_WAIT_S = 2.0  # doubled each time, unless the hub says Retry-After
 LONGEST_WAIT_S = 300.0
@@ -85,6 +86,7 @@ def plain_https() -> Iterator[None]:
         "HF_HUB_DISABLE_TELEMETRY": True,
         "HF_HUB_DOWNLOAD_TIMEOUT": IDLE_S,
         "HF_HUB_ETAG_TIMEOUT": IDLE_S,
+        "DOWNLOAD_CHUNK_SIZE": CHUNK_BYTES,
     }
     before = {name: getattr(constants, name) for name in pinned}
     loudness = hub_logging.get_verbosity()

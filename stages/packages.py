@@ -3,6 +3,7 @@
 import contextlib
 import re
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Self
 
@@ -61,7 +62,7 @@ def pip_download(
     arguments = [
         "pip",
         "download",
-        "--quiet",
+        "--progress-bar=off",
         "--no-deps",
         "--require-hashes",
         *pip_target(),
@@ -73,7 +74,7 @@ def pip_download(
             done = run_pip(arguments, pip_environment() | {"TMPDIR": str(temporary)}, watch=growth.show)
         if done.returncode == 0:
             break
-        text, final = _pip_fault(done.stderr, reason(done))
+        text, final = _fault(done)
         for uri, revision in wanted.items():
             log.failed(uri, revision, text)
         if final or attempt == ATTEMPTS:
@@ -82,28 +83,22 @@ def pip_download(
     requirements.unlink()
 
 
-def _pip_fault(errors: str, said: str) -> tuple[str, bool]:
+def _fault(done: subprocess.CompletedProcess[str]) -> tuple[str, bool]:
     """Return what pip's failure means, and whether trying again is useless."""
-    if found := re.search(r"No matching distribution found for (\S+)", errors):
-        versions = re.search(r"from versions: ([^)]*)\)", errors)
-        if (
-            versions
-            and versions[1].strip() in ("", "none")
-            and re.search(r"[Cc]onnection|timed out|resolve", errors)
-        ):
-            return (
-                f"the package index cannot be reached for {found[1]}; run the same command again later",
-                False,
-            )
+    lost = re.search(
+        r"connection error|connection broken|timed out|ssl certificate", done.stdout + done.stderr
+    )
+    if found := re.search(r"No matching distribution found for (\S+)", done.stderr):
+        if lost:
+            return "the package index cannot be reached; run the same command again later", False
         return (
             f"{found[1]} has no wheel for Python 3.12 on Linux x86-64 (manylinux up to glibc 2.39), and a "
-            "source archive is not taken; pin a version that has one",
-            True,
-        )
-    if "DO NOT MATCH THE HASHES" in errors:
-        named = re.search(r"^\s*(\S+==\S+)[^\n]*:\s*\n\s*Expected", errors, re.MULTILINE)
+            "source archive is not taken; pin a version that has one"
+        ), True
+    if "DO NOT MATCH THE HASHES" in done.stderr:
+        named = re.search(r"^\s*(\S+==\S+)[^\n]*:\s*\n\s*Expected", done.stderr, re.MULTILINE)
         return (
             f"{named[1] if named else 'a wheel'} as the index gives it has another sha256 than is pinned",
             True,
         )
-    return f"pip could not bring the wheels: {said}", False
+    return f"pip could not bring the wheels: {reason(done)}", False

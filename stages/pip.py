@@ -1,6 +1,7 @@
 """pip and its kin as child processes: clean surroundings, and errors without addresses."""
 
 import ast
+import functools
 import os
 import re
 import subprocess
@@ -22,23 +23,18 @@ REACH = (
     "cache-dir",
     "keyring-provider",
 )
+TOKENS = {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"}
 WATCH_S = 0.5
 
 
 def pip_environment() -> dict[str, str]:
     """Return the environment for a pip child: the configured ways to the index, and nothing else of pip's."""
-    child = {
-        key: value
-        for key, value in os.environ.items()
-        if not key.startswith("PIP_") and key not in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
-    }
-    for key, value in _configured().items():
-        if key in REACH:
-            child["PIP_" + key.upper().replace("-", "_")] = value
-    child["PIP_CONFIG_FILE"] = os.devnull
-    child["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
-    child["PIP_NO_INPUT"] = "1"
-    return child
+    own = {key for key in os.environ if key.startswith("PIP_")}
+    child = {key: value for key, value in os.environ.items() if key not in own | TOKENS}
+    variables = {key: f"PIP_{key.upper().replace('-', '_')}" for key in REACH}
+    child |= {variables[key]: value for key, value in _from_files().items() if key in REACH}
+    child |= {variable: os.environ[variable] for variable in variables.values() if variable in own}
+    return child | {"PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
 
 
 def run_pip(
@@ -89,8 +85,9 @@ def without_addresses(text: str) -> str:
     return re.sub(r"hf_[A-Za-z0-9]{8,}", "(token)", text)
 
 
-def _configured() -> dict[str, str]:
-    """Return pip's settings by name, whatever file or variable they come from; later sources win."""
+@functools.cache
+def _from_files() -> dict[str, str]:
+    """Return what pip's configuration files say, by key; later files win."""
     listed = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=False
     )
@@ -98,6 +95,6 @@ def _configured() -> dict[str, str]:
     for line in listed.stdout.splitlines():
         name, equals, value = line.partition("=")
         section, _, key = name.rpartition(".")
-        if equals and section in ("global", "download", "install", ":env:"):
+        if equals and section in ("global", "download", "install"):
             settings[key] = str(ast.literal_eval(value))
     return settings

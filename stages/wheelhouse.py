@@ -79,6 +79,11 @@ def read_wheel(path: Path) -> Wheel:
     )
 
 
+def runs(wheel: Wheel) -> bool:
+    """Whether the grader's Python takes a wheel by its tags."""
+    return any(str(tag) in wheel.tags for tag in grader.tags())
+
+
 def matched(folder: Path, pins: Mapping[str, Pin]) -> list[Wheel]:
     """Return the wheels of a folder, by name, if they are exactly the pins' and run on the grader.
 
@@ -101,7 +106,7 @@ def matched(folder: Path, pins: Mapping[str, Pin]) -> list[Wheel]:
                 f"{path.name} has sha256 {wheel.sha256}, which lock/serve.txt does not have for "
                 f"{pin.name}=={pin.version}; remove it and run `make fetch`"
             )
-        if not _runs(wheel):
+        if not runs(wheel):
             raise UserError(
                 f"{path.name} does not run on the grader, which takes cp312, abi3 and py3 wheels for "
                 f"manylinux up to glibc 2.{grader.GLIBC_MINOR} on x86-64"
@@ -165,10 +170,6 @@ def sbom(wheels: list[Wheel]) -> dict[str, Any]:
             *({"ref": wheel.purl, "dependsOn": sorted(edges[wheel.name])} for wheel in wheels),
         ],
     }
-
-
-def _runs(wheel: Wheel) -> bool:
-    return any(str(tag) in wheel.tags for tag in grader.tags())
 
 
 def _asked(have: Mapping[str, Wheel]) -> Iterator[tuple[Wheel, Requirement]]:
