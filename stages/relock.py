@@ -45,13 +45,14 @@ def with_files(text: str, name: str, files: list[dict[str, str | int]]) -> str:
     following = re.compile(r"^\[", re.MULTILINE).search(text, start.end())
     end = following.start() if following else len(text)
     table = re.sub(r"^files = \[\n(?:  .*\n)*\]\n", "", text[start.end() : end], flags=re.MULTILINE)
+    # Comments and blank lines at the end belong to the table that follows.
+    own = re.sub(r"(?:^[ \t]*(?:#.*)?\n)*\Z", "", table, flags=re.MULTILINE)
     rows = "".join(
         f"  {{ path = {json.dumps(file['path'])}, size = {file['size']}, "
         f"sha256 = {json.dumps(file['sha256'])} }},\n"
         for file in files
     )
-    block = f"{table.rstrip()}\nfiles = [\n{rows}]\n"
-    return text[: start.end()] + block + ("\n" + text[end:] if following else "")
+    return f"{text[: start.end()]}{own.rstrip()}\nfiles = [\n{rows}]\n{table[len(own) :]}{text[end:]}"
 
 
 def _listed(source: Source) -> list[RepoSibling]:

@@ -140,8 +140,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._index(path)
         elif path.startswith("/api/"):
             self._listing()
-        else:
+        elif path.startswith("/cdn/") or "/resolve/" in path:
             self._file(path)
+        else:
+            self._send(404)
 
     def _send(self, status: int, body: bytes = b"", **headers: str) -> None:
         self.send_response(status)
