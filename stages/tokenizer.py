@@ -31,11 +31,6 @@ class Tokenizer:
         return () if stop is None else (int(stop),)
 
     @property
-    def size(self) -> int:
-        """One more than the highest id that stands for a token; a model may have embeddings for more."""
-        return max(self._backend.get_vocab().values()) + 1
-
-    @property
     def special_texts(self) -> tuple[str, ...]:
         """The texts of the special tokens, which no user text should hold."""
         return tuple(self._backend.convert_ids_to_tokens(sorted(self.special_ids)))

@@ -103,7 +103,7 @@ def _engine(source: DataSource, context: Context) -> Engine:
     folder = context.job.inputs["fetch"] / target.source
     decoder = load_target(folder, target.format, DTYPE, context.job.device)
     return Engine(decoder, context_tokens=target.max_prompt_tokens + source.max_turn_tokens,
-                  token_limit=context.tokenizer.size)
+                  token_limit=target.token_count)
 
 
 def _read(path: Path) -> list[list[int]]:

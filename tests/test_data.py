@@ -1,0 +1,235 @@
+"""The data stage: what each filter drops, what is held out, and that evaluation text stays out."""
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sources import conversation, make_job, row, source
+
+from stages import data
+from stages.errors import UserError
+from stages.sources import Rejected, Row
+from stages.tokenizer import Tokenizer, load_tokenizer
+
+PLAN = ("Plan a walk for my aunt, who is eighty, likes gardens and trains, and must rest on a bench "
+        "every ten minutes or so.")
+Built = SimpleNamespace
+Build = Callable[..., Any]
+
+
+@pytest.fixture(scope="session")
+def tokenizer(smollm2_folder: Path) -> Tokenizer:
+    return load_tokenizer(smollm2_folder, "gguf")
+
+
+@pytest.fixture
+def build(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Build:
+    """Run the stage over planted rows: one iterable of them for each source."""
+    monkeypatch.setattr(data, "load_tokenizer", lambda folder, format: tokenizer)
+    counter = iter(range(100))
+
+    def run(*planted: Iterable[Row | Rejected], rows: int = 1000, **options: Any) -> Any:
+        kinds = {f"planted-{i}": list(rows_) for i, rows_ in enumerate(planted)}
+        stub = SimpleNamespace(rows=lambda source, context: iter(kinds[source.id]),
+                               origin=lambda source, context: {"author": "a test"})
+        monkeypatch.setattr(data, "load_kind", lambda kind: stub)
+        folder = tmp_path / str(next(counter))
+        folder.mkdir()
+        job = make_job(folder, [source(name, rows=rows) for name in kinds], **options)
+        metrics = data.run(job)
+        read = {path.stem: [json.loads(line) for line in path.read_text().splitlines()]
+                for path in job.out.glob("*.jsonl")}
+        manifest = json.loads((job.out / "data_manifest.json").read_text())
+        return Built(**read, manifest=manifest, dropped=metrics["dropped"], metrics=metrics, out=job.out)
+
+    return run
+
+
+KEEP = row("keep", "Name three trees with red leaves.")
+
+
+def test_a_prompt_row_has_the_templates_ids(build: Build, tokenizer: Tokenizer) -> None:
+    built = build([KEEP])
+    (found,) = built.train
+    assert found["prompt"] == tokenizer.prompt(KEEP.messages)
+    assert {key: found[key] for key in ("category", "family", "source")} == {
+        "category": "writing", "family": "planted-0/keep", "source": "planted-0"}
+    assert built.dropped == {}
+
+
+def test_too_long_a_prompt_is_dropped_and_counted(build: Build, tokenizer: Tokenizer) -> None:
+    limit = len(tokenizer.prompt(KEEP.messages))
+    long = row("long", KEEP.messages[0]["content"][:-1] + " at last.")
+    built = build([long, KEEP], max_prompt_tokens=limit)
+    assert [found["family"] for found in built.train] == ["planted-0/keep"]
+    assert built.dropped == {"too long": 1}
+
+
+def test_an_empty_turn_drops_the_conversation(build: Build) -> None:
+    planted = [row("empty", " \n"), row("half", "Hello you there", "", "And now?"), Row("none", "x", ())]
+    built = build([*planted, KEEP])
+    assert len(built.train) == 1
+    assert built.dropped == {"empty": 3}
+
+
+def test_the_same_prompt_is_kept_once_over_all_sources(build: Build) -> None:
+    built = build([KEEP, row("again", KEEP.messages[0]["content"])], [KEEP, row("new", "What is peat?")])
+    assert len(built.train) == 2
+    assert built.dropped == {"same ids": 2}
+
+
+def test_the_same_words_are_kept_once(build: Build) -> None:
+    built = build([KEEP, row("shouted", "NAME three trees -- with red leaves!!")])
+    assert len(built.train) == 1
+    assert built.dropped == {"same words": 1}
+
+
+def test_what_a_source_rejects_is_counted(build: Build) -> None:
+    assert build([Rejected("unfinished"), KEEP]).dropped == {"unfinished": 1}
+
+
+@pytest.mark.parametrize("name", ["dev", "examples"])
+@pytest.mark.parametrize("edit", [
+    lambda text: text, str.upper, lambda text: text.replace("aunt", "uncle"),
+    lambda text: f"Hi! {text} Thanks a lot.", lambda text: text.replace(" ", "  ").replace(",", " -"),
+])
+def test_a_planted_evaluation_conversation_is_caught(build: Build, name: str, edit: Callable[[str], str]
+                                                     ) -> None:
+    built = build([row("planted", edit(PLAN)), KEEP], sets={name: [conversation("one", PLAN)]})
+    assert [found["family"] for found in built.train] == ["planted-0/keep"]
+    assert built.dropped == {"shares words with evaluation": 1}
+
+
+def test_a_later_turn_and_an_assistant_turn_count_too(build: Build) -> None:
+    sets = {"dev": [conversation("one", "Where should we go?", PLAN, "And if it rains?")]}
+    built = build([row("a", "I was told this:", "Really?", PLAN), row("b", PLAN), KEEP], sets=sets)
+    assert built.dropped == {"shares words with evaluation": 2}
+
+
+def test_the_number_of_shared_words_is_the_profiles(build: Build) -> None:
+    sets = {"dev": [conversation("one", PLAN)]}
+    part = row("part", " ".join(PLAN.split()[:9]) + " sit in the sun")
+    assert build([part, KEEP], sets=sets).dropped == {}
+    assert build([part, KEEP], sets=sets, shared_words=9).dropped == {"shares words with evaluation": 1}
+
+
+def test_a_shared_system_prompt_is_no_contamination(build: Build) -> None:
+    system = {"role": "system", "content": "You are a patient teacher who explains everything with small and "
+              "plain words to people of every age."}
+    evaluation = conversation("one", "Why is the sea salty, in the end?")
+    evaluation["messages"].insert(0, system)
+    training = Row("own", "stem", (system, {"role": "user", "content": "Where does the wind come from?"}))
+    assert build([training], sets={"dev": [evaluation]}).dropped == {}
+
+
+def test_the_chat_templates_own_words_are_no_contamination(build: Build, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.prompt([{"role": "user", "content": PLAN}])
+    given = {"id": "one", "category": "reasoning", "prompt": ids, "continuation": [57, 58, 2]}
+    built = build([KEEP, row("planted", PLAN)], sets={"examples": [given]})
+    assert built.dropped == {"shares words with evaluation": 1}
+    assert built.examples == [given | {"source": "examples", "family": "one"}]
+    template_words = tokenizer.decode(ids).split("user\n")[0].split("system\n")[1].split("<|im_end|>")[0]
+    assert build([row("quotes", template_words + " " + template_words)], sets={"examples": [given]}).train
+
+
+def test_dev_and_examples_are_templated_whole(build: Build, tokenizer: Tokenizer) -> None:
+    one = conversation("dev-9", "First, please.", "Gladly.", "Second, please.")
+    built = build([KEEP], sets={"dev": [one]})
+    assert built.dev == [{"id": "dev-9", "category": "writing", "source": "dev", "family": "dev-9",
+                          "prompt": tokenizer.prompt(one["messages"])}]
+
+
+@pytest.mark.parametrize(("sets", "target", "complaint"), [
+    ({"dev": [conversation("d", PLAN)]}, {"max_prompt_tokens": 20}, r"dev\.jsonl, 'd': \d+ prompt tokens"),
+    ({"dev": []}, {}, r"dev\.jsonl: no conversation"),
+    ({"dev": [conversation("d", "x"), conversation("d", "y")]}, {}, r"dev\.jsonl: an id occurs twice"),
+    ({"examples": [{"id": "e", "category": "math"}]}, {}, "conversation 'e': needs id, category, and"),
+])
+def test_a_faulty_evaluation_file_stops_with_a_sentence(build: Build, sets: Any, target: Any, complaint: str
+                                                        ) -> None:
+    with pytest.raises(UserError, match=complaint):
+        build([KEEP], sets=sets, target=target)
+
+
+def test_every_user_turn_becomes_a_prompt(build: Build, tokenizer: Tokenizer) -> None:
+    talk = row("talk", "What is a fjord?", "A narrow inlet.", "Where are they?", "In Norway.", "Only there?")
+    built = build([talk])
+    assert sorted(len(found["prompt"]) for found in built.train) == [
+        len(tokenizer.prompt(talk.messages[:count])) for count in (1, 3, 5)]
+    assert sorted(found["id"] for found in built.train) == [f"planted-0/talk/1/{turn}" for turn in range(3)]
+
+
+def families(count: int, turns_each: int = 1) -> list[Row]:
+    return [row(f"f{i}", f"Question number {i}, version {k}?", "Well.", f"And then, {i} and {k}?")
+            for i in range(count) for k in range(turns_each)]
+
+
+def test_whole_families_are_held_out(build: Build) -> None:
+    built = build(families(60, 3), heldout_share=0.25)
+    held, trained = ({found["family"] for found in rows} for rows in (built.heldout, built.train))
+    assert not held & trained
+    assert len(held | trained) == 60
+    assert 6 <= len(held) <= 26
+    assert all(sum(found["family"] == family for found in built.heldout) == 6 for family in held)
+
+
+def test_adding_a_source_moves_nothing_else(build: Build) -> None:
+    one = build(families(40, 2), heldout_share=0.3)
+    two = build(families(40, 2), [row(f"g{i}", f"Other question {i}?") for i in range(40)], heldout_share=0.3)
+    for name in ("train", "heldout"):
+        first = [found for found in getattr(two, name) if found["source"] == "planted-0"]
+        assert first == getattr(one, name)
+        assert len(getattr(two, name)) > len(first)
+
+
+def test_the_order_is_shuffled(build: Build) -> None:
+    numbers = [int(found["family"].split("/f")[1]) for found in build(families(40)).train]
+    assert numbers != sorted(numbers)
+
+
+def test_a_source_ends_at_its_number_of_prompts(build: Build) -> None:
+    built = build([row(f"f{i}", f"Question number {i}?") for i in range(50)], rows=10)
+    assert len(built.train) == 10
+    assert built.manifest["sources"][0]["conversations_read"] == 10
+
+
+def test_an_endless_source_that_keeps_nothing_stops(build: Build) -> None:
+    with pytest.raises(UserError, match=r"'planted-0' keeps no row for training \(dropped: empty 120\)"):
+        build([row("e", "") for _ in range(1000)], rows=3)
+
+
+def test_a_source_without_rows_stops_with_a_sentence(build: Build) -> None:
+    with pytest.raises(UserError, match=r"'planted-1' keeps no row for training \(dropped: none read\)"):
+        build([KEEP], [])
+
+
+def test_the_manifest_accounts_for_every_conversation(build: Build) -> None:
+    built = build([KEEP, row("again", KEEP.messages[0]["content"]), row("e", ""),
+                   row("m", "What is 2 + 2, and why?", category="math")])
+    (entry,) = built.manifest["sources"]
+    assert entry["conversations_read"] == 4
+    assert entry["dropped"] == {"empty": 1, "same ids": 1}
+    assert (entry["prompts_kept"], entry["prompts_by_category"]) == (2, {"math": 1, "writing": 1})
+    assert entry["author"] == "a test"
+    assert built.manifest["evaluation"]["dev"]["use"] == "evaluation only"
+    assert built.manifest["target"]["uri"] == "pkg:pypi/target-model@1.0"
+    assert built.metrics["prompts"] == {"train": 2, "heldout": 0, "dev": 1, "examples": 1}
+
+
+def test_templates_end_to_end_twice_the_same_bytes(tmp_path: Path, smollm2_folder: Path) -> None:
+    outputs = []
+    for name in ("one", "two"):
+        job = make_job(tmp_path / name, [source("templates", rows=150)], heldout_share=0.1,
+                       vendor=smollm2_folder.parent, target={"source": smollm2_folder.name})
+        lock = tmp_path / name / "lock" / "sources.toml"
+        lock.write_text(lock.read_text().replace("target-model]", f"{smollm2_folder.name}]"))
+        data.run(job)
+        outputs.append({path.name: path.read_bytes() for path in job.out.iterdir()})
+    assert outputs[0] == outputs[1]
+    lines = outputs[0]["train.jsonl"].splitlines() + outputs[0]["heldout.jsonl"].splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert 150 <= len(rows) <= 153
+    assert len({found["category"] for found in rows}) == 8

@@ -1,0 +1,130 @@
+"""Invented user turns: steered, filtered, seeded, and resumed."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sources import make_job, source
+
+from drafter.engine import Generated, Generation
+from stages.profile import CATEGORIES
+from stages.sources import Context, Rejected, Row, synth
+from stages.sources.plausibility import fault
+from stages.tokenizer import Tokenizer, load_tokenizer
+
+GOOD = " about the river that runs behind our old school?"
+
+
+@pytest.fixture(scope="session")
+def tokenizer(smollm2_folder: Path) -> Tokenizer:
+    return load_tokenizer(smollm2_folder, "gguf")
+
+
+class Stub:
+    """An engine that says the same after every prompt, and remembers what it was asked."""
+
+    def __init__(self, tokenizer: Tokenizer, *texts: str, stop: bool = True) -> None:
+        self.texts = [tokenizer.encode(text) + [2] * stop for text in texts]
+        self.calls: list[tuple[list[list[int]], Generation]] = []
+
+    def generate(self, prompts: list[list[int]], settings: Generation) -> list[Generated]:
+        self.calls.append((prompts, settings))
+        return [Generated(list(self.texts[i % len(self.texts)]), [], []) for i in range(len(prompts))]
+
+
+def invented(root: Path, tokenizer: Tokenizer, stub: Any, rows: int = 4, **more: Any) -> list[Row | Rejected]:
+    one = source("invented", kind="synth", rows=rows, **more)
+    return list(synth.rows(one, Context(make_job(root, [one]), tokenizer), stub))
+
+
+def test_the_turn_is_sampled_after_the_user_tag(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    stub = Stub(tokenizer, GOOD)
+    rows = invented(tmp_path, tokenizer, stub, temperature=0.7, top_p=0.9, max_turn_tokens=33)
+    (prompts, settings) = stub.calls[0]
+    heads = [tokenizer.decode(prompt) for prompt in prompts]
+    assert all("<|im_start|>user\n" in head and "assistant\n" not in head for head in heads)
+    assert (settings.temperature, settings.top_p, settings.max_tokens) == (0.7, 0.9, 33)
+    assert settings.stop_ids == (2,)
+    for head, row in zip(heads, rows, strict=False):
+        assert isinstance(row, Row)
+        (message,) = row.messages
+        assert message == {"role": "user", "content": (head.rsplit("user\n", 1)[1] + GOOD).strip()}
+
+
+def test_all_categories_are_steered_to_with_and_without_system_prompt(tmp_path: Path, tokenizer: Tokenizer
+                                                                      ) -> None:
+    stub = Stub(tokenizer, GOOD)
+    rows = invented(tmp_path, tokenizer, stub, rows=32)
+    counts = [sum(row.category == name for row in rows if isinstance(row, Row)) for name in CATEGORIES]
+    assert min(counts) == max(counts) > 0
+    heads = [tokenizer.decode(prompt) for prompt in stub.calls[0][0]]
+    assert 0 < sum("trained by Hugging Face" in head for head in heads) < len(heads)
+    assert len({head.rsplit("user\n", 1)[1] for head in heads}) > 30
+
+
+def test_tries_are_bounded(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    rows = invented(tmp_path, tokenizer, Stub(tokenizer, GOOD, stop=False), rows=20)
+    assert all(isinstance(row, Rejected) for row in rows)
+    assert 20 * synth.SAMPLES_PER_ROW <= len(rows) < 20 * synth.SAMPLES_PER_ROW + synth.BATCH_ROWS
+
+
+def test_a_turn_without_end_is_unfinished_and_a_short_one_short(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    unfinished = invented(tmp_path / "a", tokenizer, Stub(tokenizer, GOOD, stop=False))
+    short = invented(tmp_path / "b", tokenizer, Stub(tokenizer, " one two three"))
+    assert {row.reason for row in unfinished if isinstance(row, Rejected)} == {"unfinished"}
+    assert {row.reason for row in short if isinstance(row, Rejected)} == {"short"}
+
+
+def test_a_killed_run_goes_on_with_the_same_rows(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    whole = invented(tmp_path, tokenizer, stub := Stub(tokenizer, GOOD, " in " + GOOD), rows=20)
+    files = sorted((tmp_path / "work").glob("*.jsonl"))
+    assert len(files) == len(stub.calls) > 1
+    files[-1].unlink()
+    again = invented(tmp_path, tokenizer, resumed := Stub(tokenizer, GOOD, " in " + GOOD), rows=20)
+    assert again == whole
+    assert [call[0] for call in resumed.calls] == [stub.calls[-1][0]]
+    assert resumed.calls[0][1].seed == stub.calls[-1][1].seed
+
+
+def test_batches_have_seeds_of_their_own(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    invented(tmp_path, tokenizer, stub := Stub(tokenizer, GOOD), rows=20)
+    assert len({call[1].seed for call in stub.calls}) == len(stub.calls)
+
+
+def test_the_engine_is_loaded_only_when_a_batch_is_missing(tmp_path: Path, tokenizer: Tokenizer,
+                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = Stub(tokenizer, GOOD)
+    whole = invented(tmp_path, tokenizer, stub)
+    monkeypatch.setattr(synth, "_engine", lambda source, context: pytest.fail("loaded"))
+    assert invented(tmp_path, tokenizer, None) == whole
+
+
+@pytest.mark.parametrize(("text", "reason"), [
+    ("How do bees find their way home?", None),
+    ("¿Cómo se dice 'buenas tardes, señor' en alemán y en francés?", None),
+    ("def add(a, b):\n    return a + b\n\nWhat is wrong here?", None),
+    ("Tell me<|im_start|>assistant a story about bees", "special token"),
+    ("Hello there", "short"),
+    ("What does \ufffd mean in this text here", "unreadable"),
+    ("Compute 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18", "unreadable"),
+    ("Расскажи мне историю о старом доме", "other script"),
+    ("As an AI language model I cannot have opinions", "assistant talk"),
+    ("Sure, here is a poem about the sea", "assistant talk"),
+    ("I'm sorry, but I can't do that today", "assistant talk"),
+    ("Hello! How can I help you with your work today?", "assistant talk"),
+    ("the cat sat on the mat and slept well, the cat sat on the mat and slept well", "repeats itself"),
+    ("why why why why why why why why", "repeats itself"),
+])
+def test_each_filter_of_plausibility(text: str, reason: str | None) -> None:
+    assert fault(text, ["<|im_start|>", "<|im_end|>"]) == reason
+
+
+def test_the_manifest_names_the_target_as_author(tmp_path: Path) -> None:
+    one = source("invented", kind="synth")
+    origin = synth.origin(one, Context(make_job(tmp_path, [one]), SimpleNamespace()))  # type: ignore[arg-type]
+    assert origin["author"] == "the target, target"
+    assert origin["licence"] == "Apache-2.0"
+    assert origin["uri"] == "pkg:pypi/target-model@1.0"
