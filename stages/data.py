@@ -174,8 +174,8 @@ def _manifest(job: Job, entries: list[dict[str, Any]], sets: Mapping[str, list[C
         "seed": job.seed, "sources": entries, "evaluation": evaluation,
         "filters": {"max_prompt_tokens": data.max_prompt_tokens, "shared_words": data.shared_words,
                     "heldout_share": data.heldout_share},
-        "target": {"name": target.name, "revision": target.revision, "use": "template, tokenizer, sampling",
-                   **declared(job.root, target.source)},
+        "target": declared(job.root, target.source) | {
+            "name": target.name, "revision": target.revision, "use": "template, tokenizer, sampling"},
         "totals": {"prompts_kept": sum(entry["prompts_kept"] for entry in entries),
                    "conversations_read": sum(entry["conversations_read"] for entry in entries)},
     }

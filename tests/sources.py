@@ -16,6 +16,10 @@ LOCK = """
 kind = "package"
 uri = "pkg:pypi/target-model@1.0"
 licence = "Apache-2.0"
+[[target-model.files]]
+path = "model.gguf"
+size = 1
+sha256 = "abababababababababababababababababababababababababababababababab"
 
 [chats]
 kind = "hub"

@@ -143,7 +143,7 @@ def test_dev_and_examples_are_templated_whole(build: Build, tokenizer: Tokenizer
 
 
 @pytest.mark.parametrize(("sets", "target", "complaint"), [
-    ({"dev": [conversation("d", PLAN)]}, {"max_prompt_tokens": 20}, r"dev\.jsonl, 'd': \d+ prompt tokens"),
+    ({"dev": [conversation("d", PLAN)]}, {"max_prompt_tokens": 20}, r"dev\.jsonl, conv.* 'd': \d+ prompt tokens"),
     ({"dev": []}, {}, r"dev\.jsonl: no conversation"),
     ({"dev": [conversation("d", "x"), conversation("d", "y")]}, {}, r"dev\.jsonl: an id occurs twice"),
     ({"examples": [{"id": "e", "category": "math"}]}, {}, "conversation 'e': needs id, category, and"),
@@ -216,6 +216,7 @@ def test_the_manifest_accounts_for_every_conversation(build: Build) -> None:
     assert entry["author"] == "a test"
     assert built.manifest["evaluation"]["dev"]["use"] == "evaluation only"
     assert built.manifest["target"]["uri"] == "pkg:pypi/target-model@1.0"
+    assert built.manifest["target"]["files"] == {"model.gguf": "ab" * 32}
     assert built.metrics["prompts"] == {"train": 2, "heldout": 0, "dev": 1, "examples": 1}
 
 

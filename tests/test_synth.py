@@ -126,5 +126,6 @@ def test_the_manifest_names_the_target_as_author(tmp_path: Path) -> None:
     one = source("invented", kind="synth")
     origin = synth.origin(one, Context(make_job(tmp_path, [one]), SimpleNamespace()))  # type: ignore[arg-type]
     assert origin["author"] == "the target, target"
-    assert origin["licence"] == "Apache-2.0"
-    assert origin["uri"] == "pkg:pypi/target-model@1.0"
+    assert origin["upstream"]["licence"] == "Apache-2.0"
+    assert origin["upstream"]["uri"] == "pkg:pypi/target-model@1.0"
+    assert set(origin["files"]) == {"stages/sources/templates/steering.toml"}

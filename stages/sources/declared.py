@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from stages.errors import UserError
-from stages.files import files_under, sha256_file
 
 FILE = "lock/sources.toml"
 
 
 def declared(root: Path, source: str) -> dict[str, Any]:
-    """Return uri, revision, licence and note of a source, those of them that the file states.
+    """Return uri, revision, licence, note, split and files (name to sha256), those of them that are stated.
 
     The table is read here, and not through `stages.upstream`, so that a change to fetching leaves the
     code digest of the data stage alone.
@@ -27,9 +26,5 @@ def declared(root: Path, source: str) -> dict[str, Any]:
         raise UserError(f"{FILE} has no source {source!r}; it has {', '.join(sorted(tables))}")
     entry = tables[source]
     stated = {key: entry[key] for key in ("uri", "licence", "note", "split") if key in entry}
-    return stated | {"revision": entry["uri"].rpartition("@")[2]}
-
-
-def hashed(folder: Path) -> dict[str, str]:
-    """Return the sha256 of every file under a folder, by its name relative to it."""
-    return {name: sha256_file(folder / name) for name in files_under(folder)}
+    files = {file["path"]: file["sha256"] for file in entry.get("files", ())}
+    return stated | {"revision": entry["uri"].rpartition("@")[2]} | ({"files": files} if files else {})

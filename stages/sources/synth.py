@@ -20,7 +20,7 @@ from stages.sources.plausibility import fault
 from stages.target import load_target
 
 STEERING = Path("stages/sources/templates/steering.toml")
-BATCH_ROWS = 64
+BATCH_ROWS = 64        # at most; a source that wants few rows takes batches just above their number
 SAMPLES_PER_ROW = 12   # so many tries for each row that is wanted, then it is enough
 SYSTEM_SHARE = 0.7     # of the turns have a steering system prompt; the others the template's own
 DTYPE = "bfloat16"     # these texts are samples: there is no exact value to keep
@@ -62,7 +62,7 @@ def rows(source: DataSource, context: Context, sampler: Sampler | None = None) -
     """
     stops = context.job.config.target.stop_ids
     special = context.tokenizer.special_texts
-    for number in range(-(-source.rows * SAMPLES_PER_ROW // BATCH_ROWS)):
+    for number in range(-(-source.rows * SAMPLES_PER_ROW // _batch_rows(source))):
         steerings = _steerings(source, context, number)
         path = context.job.work / f"{source.id}-{number:05}.jsonl"
         if not path.is_file():
@@ -87,11 +87,15 @@ def _steerings(source: DataSource, context: Context, number: int) -> list[Steeri
     tables = tomllib.loads((context.job.root / STEERING).read_text(encoding="utf-8"))["steering"]
     rng = random.Random(f"{context.job.seed}/{source.id}/{number}")  # noqa: S311
     chosen = []
-    for index in range(BATCH_ROWS):
+    for index in range(_batch_rows(source)):
         table = tables[index % len(tables)]
         system = rng.choice(table["systems"]) if rng.random() < SYSTEM_SHARE else None
         chosen.append(Steering(table["category"], system, rng.choice(table["openings"])))
     return chosen
+
+
+def _batch_rows(source: DataSource) -> int:
+    return min(BATCH_ROWS, -(-source.rows * 5 // 32) * 8)  # a quarter more, in eights: one of each category
 
 
 def _seed(source: DataSource, context: Context, number: int) -> int:
@@ -113,8 +117,9 @@ def _read(path: Path) -> list[list[int]]:
 def origin(source: DataSource, context: Context) -> dict[str, Any]:
     """Name the target as the author."""
     target = context.job.config.target
-    return declared(context.job.root, target.source) | {
+    return {
         "author": f"the target, {target.name}", "revision": target.revision,
+        "upstream": declared(context.job.root, target.source),
         "method": "user turns sampled after the target's user tag, steered by the file below",
         "temperature": source.temperature, "top_p": source.top_p,
         "files": {STEERING.as_posix(): sha256_file(context.job.root / STEERING)},
