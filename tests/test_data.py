@@ -132,7 +132,8 @@ def test_the_chat_templates_own_words_are_no_contamination(build: Build, tokeniz
     assert built.dropped == {"shares words with evaluation": 1}
     assert built.examples == [given | {"source": "examples", "family": "one"}]
     template_words = tokenizer.decode(ids).split("user\n")[0].split("system\n")[1].split("<|im_end|>")[0]
-    assert build([row("quotes", template_words + " " + template_words)], sets={"examples": [given]}).train
+    quotes = row("quotes", f"Somebody wrote: {template_words}")
+    assert build([quotes], sets={"examples": [given]}, shared_words=8).dropped == {}
 
 
 def test_dev_and_examples_are_templated_whole(build: Build, tokenizer: Tokenizer) -> None:
