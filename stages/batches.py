@@ -77,7 +77,8 @@ class Schedule:
         shuffled = torch.randperm(len(self.sizes), generator=random)
         # Sorting within buckets keeps padding low; the batches are then shuffled again.
         bucket = self.batch_rows * BUCKET_BATCHES
-        ordered = torch.cat([part[self.sizes[part].argsort(stable=True)] for part in torch.split(shuffled, bucket)])
+        parts = torch.split(shuffled, bucket)
+        ordered = torch.cat([part[self.sizes[part].argsort(stable=True)] for part in parts])
         batches = [part.tolist() for part in torch.split(ordered, self.batch_rows)]
         return [batches[index] for index in torch.randperm(len(batches), generator=random).tolist()]
 

@@ -49,6 +49,7 @@ class Target(Section):
     format: Literal["gguf", "hub"]
     name: str
     revision: str
+    token_count: Count
     stop_ids: tuple[int, ...] = Field(min_length=1)
     template_arguments: dict[str, bool | str | int] = {}
     max_prompt_tokens: Count = 1536

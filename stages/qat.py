@@ -1,11 +1,14 @@
 """qat: the drafter is trained through the rounding of its codec, and its weights are packed."""
 
+from typing import Any
+
+import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from drafter import weights
-from drafter.codecs import round_trip
+from drafter.codecs import Settings, round_trip
 from drafter.model import ModelConfig
 from drafter.replay import read_conversations
 from stages.errors import UserError
@@ -57,13 +60,21 @@ def straight_through(masters: Weights, plan: weights.Plan) -> Weights:
 
     Straight-through estimation: Bengio et al., arXiv 1308.3432.
     """
-    return {name: _rounded(master, plan[name]) for name, master in masters.items()}
+    return {name: StraightThrough.apply(master, plan[name]) for name, master in masters.items()}
 
 
-def _rounded(master: Tensor, settings: dict[str, object]) -> Tensor:
-    stored = round_trip(master.detach(), settings)
-    # In this order the value is the stored one to the last bit: the difference of equals is zero.
-    return stored + (master - master.detach())
+class StraightThrough(torch.autograd.Function):
+    """Rounds on the way forward, and is the identity on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, master: Tensor, settings: Settings) -> Tensor:
+        """Return the stored value of a master, bit for bit."""
+        return round_trip(master, settings)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        """Pass the gradient on as it is."""
+        return gradient, None
 
 
 def _check_allotment(job: Job, start: Weights, plan: weights.Plan) -> int:
@@ -72,7 +83,7 @@ def _check_allotment(job: Job, start: Weights, plan: weights.Plan) -> int:
     allotment = job.config.limits.allotment_bytes
     if size > allotment:
         raise UserError(
-            f"the weights take {size} bytes packed by {job.config.qat.codec}, over the allotment of {allotment} "
-            "(limits.limit_bytes less reserve_bytes); keep fewer start.layers or raise the limit"
+            f"the weights take {size} bytes packed by {job.config.qat.codec}, over the allotment of "
+            f"{allotment} (limits.limit_bytes less reserve_bytes); keep fewer start.layers or raise the limit"
         )
     return size

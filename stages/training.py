@@ -37,6 +37,7 @@ class Trainer:
     def __init__(self, job: Job, settings: Any, config: ModelConfig, start: Weights,
                  view: Callable[[Weights], Weights] = lambda weights: weights) -> None:
         torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # a tenth of a step on a CPU
         self.job, self.settings, self.config, self.view = job, settings, config, view
         self.dtype = DTYPES[settings.dtype]
         self.masters = {

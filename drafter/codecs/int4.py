@@ -25,12 +25,11 @@ def encode(weight: Tensor, settings: Settings) -> dict[str, Tensor]:
     if columns % group:
         raise ValueError(f"{columns} columns do not divide into groups of {group}")
     grouped = weight.float().reshape(rows, -1, group)
-    peak = grouped.gather(-1, grouped.abs().argmax(-1, keepdim=True))
-    scales = (peak / -8).to(torch.bfloat16)
-    step = scales.float()
+    low, high = grouped.amin(-1, keepdim=True), grouped.amax(-1, keepdim=True)
+    scales = (torch.where(high > -low, high, low) / -8).to(torch.bfloat16)
     # A group of zeros (or too small for a bfloat16 step) has step 0: all its codes are 0.
-    codes = torch.where(step != 0, grouped / step, 0).round().clamp(-8, 7)
-    levels = (codes + 8).to(torch.uint8).reshape(rows, columns)
+    inverse = torch.where(scales != 0, 1 / scales.float(), 0)
+    levels = (grouped * inverse).add_(8.5).floor_().clamp_(0, 15).to(torch.uint8).reshape(rows, columns)
     return {".codes": levels[:, ::2] | (levels[:, 1::2] << 4), ".scales": scales[..., 0]}
 
 
@@ -40,4 +39,4 @@ def decode(parts: dict[str, Tensor], settings: Settings) -> Tensor:
     packed = parts[".codes"]
     levels = torch.stack((packed & 15, packed >> 4), dim=-1).reshape(rows, -1, settings["group"])
     scales = parts[".scales"].float()[..., None]
-    return ((levels.float() - 8) * scales).reshape(rows, columns)
+    return levels.float().sub_(8).mul_(scales).reshape(rows, columns)
