@@ -60,7 +60,10 @@ def straight_through(masters: Weights, plan: weights.Plan) -> Weights:
 
     Straight-through estimation: Bengio et al., arXiv 1308.3432.
     """
-    return {name: StraightThrough.apply(master, plan[name]) for name, master in masters.items()}
+    return {
+        name: StraightThrough.apply(master, plan[name])  # type: ignore[no-untyped-call]
+        for name, master in masters.items()
+    }
 
 
 class StraightThrough(torch.autograd.Function):
@@ -72,7 +75,7 @@ class StraightThrough(torch.autograd.Function):
         return round_trip(master, settings)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         """Pass the gradient on as it is."""
         return gradient, None
 

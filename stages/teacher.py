@@ -80,7 +80,8 @@ def _evaluation(job: Job, engine: Engine, path: Path, rows: list[PromptRow]) -> 
         done += [row | {"continuation": one.tokens} for row, one in pairs if one.tokens]
     if not done:
         raise UserError(f"{path.name}: no conversation has a continuation")
-    write_jsonl(path, sorted(done, key=lambda row: str(row["id"])))
+    done.sort(key=lambda row: str(row["id"]))
+    write_jsonl(path, done)
 
 
 def _generation(job: Job) -> Generation:

@@ -37,7 +37,8 @@ class Trainer:
     def __init__(self, job: Job, settings: Any, config: ModelConfig, start: Weights,
                  view: Callable[[Weights], Weights] = lambda weights: weights) -> None:
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # a tenth of a step on a CPU
+        # Filling fresh memory would cost a tenth of a step on a CPU, and nothing here reads it unwritten.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         self.job, self.settings, self.config, self.view = job, settings, config, view
         self.dtype = DTYPES[settings.dtype]
         self.masters = {

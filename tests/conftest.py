@@ -21,7 +21,7 @@ def smollm2_folder() -> Path:
 
 
 def small_config(family: str = "llama", layers: int = 2, tied: bool = True) -> ModelConfig:
-    """A shape of a few thousand weights: grouped queries, and a head_dim that is not hidden / heads for Qwen3."""
+    """A small shape: grouped queries, and for Qwen3 a head_dim that is not hidden / heads."""
     return ModelConfig(
         vocab_size=97, hidden_size=64, intermediate_size=96, layers=layers, heads=4, kv_heads=2,
         head_dim=32 if family == "qwen3" else 16, rope_theta=10_000.0, rms_eps=1e-6, tied=tied,
