@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from stages.errors import UserError
+from stages.upstream import FILE as SOURCES_FILE
+from stages.upstream import read_sources
 
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -76,6 +78,12 @@ class DataSource(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = 0.95
     max_turn_tokens: Count = 96
     min_turn_tokens: Count = 6
+
+    @model_validator(mode="after")
+    def _keys_of_kind(self) -> Self:
+        if (self.kind == "hub") != (self.source is not None):
+            raise ValueError("kind 'hub' needs source, an id of lock/sources.toml; other kinds take none")
+        return self
 
 
 class Data(Section):
@@ -192,8 +200,8 @@ class Profile(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        needed = [self.target.source] + ([self.start.source] if self.start.source else [])
-        missing = [source for source in needed if source not in self.fetch.sources]
+        needed = [self.target.source, self.start.source, *(source.source for source in self.data.sources)]
+        missing = [source for source in needed if source and source not in self.fetch.sources]
         if missing:
             raise ValueError(f"fetch.sources must name {', '.join(missing)}")
         if self.teacher.context_tokens < self.data.max_prompt_tokens + self.teacher.max_tokens:
@@ -210,10 +218,16 @@ def load_profile(name: str, folder: Path) -> Profile:
     """
     merged = _merged(name, folder, seen=())
     merged["name"] = name
+    path = folder / f"{name}.toml"
     try:
-        return Profile.model_validate_json(json.dumps(merged, default=str))
+        profile = Profile.model_validate_json(json.dumps(merged, default=str))
     except ValidationError as error:
-        raise UserError(_explain(folder / f"{name}.toml", error)) from error
+        raise UserError(_explain(path, error)) from error
+    pinned = read_sources(folder.parent / SOURCES_FILE)
+    if unknown := [source for source in profile.fetch.sources if source not in pinned]:
+        known = ", ".join(sorted(pinned))
+        raise UserError(f"{path}: fetch.sources: {SOURCES_FILE} pins no {unknown[0]!r}. It pins: {known}")
+    return profile
 
 
 def _merged(name: str, folder: Path, seen: tuple[str, ...]) -> dict[str, Any]:

@@ -19,6 +19,9 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 @pytest.mark.parametrize(("text", "key", "allowed"), [
     ("[distill]\nlearning_rat = 1e-3", "distill.learning_rat", "learning_rate"),
     ("[distil]\nsteps = 1", "distil", "distill"),
+    ("[fetch]\nsources = ['smollm2-135m-instruct', 'nowhere']", "fetch.sources", "smollm2-135m-instruct"),
+    ("[[data.sources]]\nid = 'a'\nkind = 'hub'\nrows = 1", "data.sources.0", "needs source"),
+    ("[[data.sources]]\nid = 'a'\nkind = 'hub'\nsource = 'gsm8k'\nrows = 1", "profile", "must name gsm8k"),
     ("[distill]\nsteps = 'many'", "distill.steps", "integer (found 'many')"),
     ("[distill]\nsteps = 0", "distill.steps", "greater than or equal to 1 (found 0)"),
     ("[distill]\nsteps = 1.5", "distill.steps", "integer"),

@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 WRAPPER = ("__init__", "clean", "code", "declaration", "definition", "digests", "environment", "errors",
            "execution", "files", "job", "place", "plan", "profile", "record", "redaction", "run", "runner",
-           "state", "verify", "worker")
+           "state", "upstream", "verify", "worker")
 COUNT = '''
 def count(job):
     with (job.root / "runs.txt").open("a") as stream:
@@ -102,6 +102,7 @@ class Workshop:
         self.write("stages/grain.py", "GRAIN = 2\n")
         self.write("examples/dev.jsonl", "{}\n")
         self.write("lock/build.txt", "pydantic==0.0.1 \\\n    --hash=sha256:00\n")
+        shutil.copy(ROOT / "lock" / "sources.toml", root / "lock")
         shutil.copytree(ROOT / "profiles", root / "profiles")
         self.write("profiles/toy.toml", 'extends = "smollm2"\n')
         shutil.copy(ROOT / "Makefile", root)
