@@ -14,6 +14,7 @@ from torch.nn import functional
 
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
+PLAIN = {"attention_bias": False, "mlp_bias": False, "use_sliding_window": False, "hidden_act": "silu"}
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,8 @@ class ModelConfig:
         """Translate a transformers config.json of a Llama or Qwen3 model.
 
         Raises:
-            ValueError: another architecture, or a feature (scaled RoPE, biases) that this decoder lacks.
+            ValueError: another architecture, a feature (scaled RoPE, biases) that this decoder lacks, or a
+                size that is missing or no positive number.
         """
         kind = values.get("model_type")
         if kind not in ("llama", "qwen3"):
@@ -67,19 +69,20 @@ class ModelConfig:
         rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
         if rope.get("rope_type", rope.get("type", "default")) != "default":
             raise ValueError("scaled RoPE is not supported")
-        if values.get("attention_bias") or values.get("mlp_bias"):
-            raise ValueError("biases are not supported")
-        heads = values["num_attention_heads"]
+        for name, plain in PLAIN.items():
+            if values.get(name, plain) != plain:
+                raise ValueError(f"{name} = {values[name]!r} is not supported")
+        hidden, heads = _positive(values, "hidden_size"), _positive(values, "num_attention_heads")
         return cls(
-            vocab_size=values["vocab_size"],
-            hidden_size=values["hidden_size"],
-            intermediate_size=values["intermediate_size"],
-            layers=values["num_hidden_layers"],
+            vocab_size=_positive(values, "vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=_positive(values, "intermediate_size"),
+            layers=_positive(values, "num_hidden_layers"),
             heads=heads,
-            kv_heads=values.get("num_key_value_heads") or heads,
-            head_dim=values.get("head_dim") or values["hidden_size"] // heads,
-            rope_theta=float(values.get("rope_theta") or rope["rope_theta"]),
-            rms_eps=float(values["rms_norm_eps"]),
+            kv_heads=_positive(values, "num_key_value_heads", heads),
+            head_dim=_positive(values, "head_dim", hidden // heads),
+            rope_theta=float(_positive(rope | values, "rope_theta", 10_000, (int, float))),
+            rms_eps=float(_positive(values, "rms_norm_eps", None, (int, float))),
             tied=bool(values.get("tie_word_embeddings", False)),
             qk_norm=kind == "qwen3",
         )
@@ -87,6 +90,15 @@ class ModelConfig:
     def with_layers(self, layers: int) -> "ModelConfig":
         """Return the same shape at another depth."""
         return replace(self, layers=layers)
+
+
+def _positive(
+    values: dict[str, Any], name: str, default: Any = None, kinds: tuple[type, ...] = (int,)
+) -> Any:
+    value = default if values.get(name) is None else values[name]
+    if type(value) not in kinds or value <= 0:
+        raise ValueError(f"the model's config: {name} is {value!r}; expected a positive number")
+    return value
 
 
 class Attend(Protocol):
@@ -238,27 +250,38 @@ def rotate(x_bhtd: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def build(config: ModelConfig, tensors: dict[str, Tensor], dtype: torch.dtype, device: str) -> Decoder:
-    """Make a decoder for inference from named tensors.
+    """Make a decoder for inference from named tensors; see `suited`.
 
-    A tied config may come with an output matrix as long as it equals the embedding.
+    Raises:
+        ValueError: a tensor is missing, unknown or of another shape, or a tied head differs.
+    """
+    tensors = suited(config, tensors)
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    placed = {name: value.to(device=device, dtype=dtype) for name, value in tensors.items()}
+    decoder.load_state_dict(placed, assign=True)
+    return decoder.requires_grad_(False).eval()
+
+
+def suited(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return just the tensors that a decoder of this shape has.
+
+    A tied config may come with an output matrix as long as it equals the embedding; it is left out.
 
     Raises:
         ValueError: a tensor is missing, unknown or of another shape, or a tied head differs.
     """
     tensors = dict(tensors)
-    if config.tied and HEAD in tensors:
-        if not torch.equal(tensors[HEAD], tensors[EMBEDDING]):
-            raise ValueError(f"the config ties {HEAD} to {EMBEDDING}, but the two tensors differ")
-        del tensors[HEAD]
+    head = tensors.pop(HEAD, None) if config.tied else None
     with torch.device("meta"):
         decoder = Decoder(config)
     expected = {name: tuple(value.shape) for name, value in decoder.state_dict().items()}
     found = {name: tuple(value.shape) for name, value in tensors.items()}
     if expected != found:
         raise ValueError(_difference(expected, found))
-    placed = {name: value.to(device=device, dtype=dtype) for name, value in tensors.items()}
-    decoder.load_state_dict(placed, assign=True)
-    return decoder.requires_grad_(False).eval()
+    if head is not None and not torch.equal(head, tensors[EMBEDDING]):
+        raise ValueError(f"the config ties {HEAD} to {EMBEDDING}, but the two tensors differ")
+    return tensors
 
 
 def _difference(expected: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]]) -> str:

@@ -37,7 +37,12 @@ class Slots:
 
         A request that extends all that a slot holds takes that slot over; one that shares only a part of it
         leaves the slot to its owner and goes to the least recently used one.
+
+        Raises:
+            ValueError: there are more requests than slots.
         """
+        if len(requests) > len(self.used):
+            raise ValueError(f"{len(requests)} requests at once, but there are {len(self.used)} slots")
         self.clock += 1
         matches = [self._best(request) for request in requests]
         taken: set[int] = set()
