@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from drafter import tensorfile
 from drafter.codecs import Settings, codec
 from drafter.model import ModelConfig
 
@@ -19,11 +19,12 @@ def encode(tensors: dict[str, Tensor], plan: Plan) -> dict[str, Tensor]:
     """Encode named float32 tensors by a plan; the parts' names are the tensor's plus the codec's suffix.
 
     Raises:
-        ValueError: a value is not finite, or a tensor does not suit its codec; the message names the tensor.
+        ValueError: a value is not finite in bfloat16, or a tensor does not suit its codec; the message names
+            the tensor.
     """
     parts = {}
     for name in sorted(tensors):
-        check_finite(name, tensors[name])
+        check_finite(name, tensors[name].to(torch.bfloat16))  # what overflows there would load as infinite
         try:
             encoded = codec(plan[name]["codec"]).encode(tensors[name].float(), plan[name])
         except ValueError as error:
@@ -48,7 +49,7 @@ def save(path: Path, config: ModelConfig, plan: Plan, parts: dict[str, Tensor]) 
     """Write packed weights; the same input gives the same bytes."""
     metadata = {"config": config.to_json(), "plan": json.dumps(plan, sort_keys=True)}
     on_host = {name: part.detach().cpu().contiguous() for name, part in sorted(parts.items())}
-    save_file(on_host, path, metadata=metadata)
+    tensorfile.save(on_host, path, metadata)
 
 
 def load(path: Path, device: str = "cpu") -> tuple[ModelConfig, dict[str, Tensor]]:
@@ -69,10 +70,16 @@ def load(path: Path, device: str = "cpu") -> tuple[ModelConfig, dict[str, Tensor
                 tensors[name] = _decode(path, name, parts, settings)
                 names.difference_update(own)
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path}: not a whole safetensors file ({error})") from error
+        raise ValueError(not_whole(path, error)) from error
     if names:
         raise ValueError(f"{path}: holds tensors that its plan does not name: {', '.join(sorted(names)[:3])}")
     return config, tensors
+
+
+def not_whole(path: Path, error: Exception) -> str:
+    """Return the sentence for a safetensors file that is missing, cut, padded or something else."""
+    size = f"{path.stat().st_size} bytes" if path.is_file() else "no file"
+    return f"{path}: {size}, not a whole safetensors file ({error})"
 
 
 def read_header(path: Path, metadata: dict[str, str] | None) -> tuple[ModelConfig, Plan]:
@@ -94,7 +101,7 @@ def read_header(path: Path, metadata: dict[str, str] | None) -> tuple[ModelConfi
 def _decode(path: Path, name: str, parts: dict[str, Tensor], settings: Settings) -> Tensor:
     try:
         tensor = codec(settings["codec"]).decode(parts, settings)
-    except (KeyError, RuntimeError, ValueError) as error:
+    except (KeyError, TypeError, ArithmeticError, RuntimeError, ValueError) as error:
         raise ValueError(f"{path}: tensor {name} does not decode as {settings['codec']}: {error}") from error
     if list(tensor.shape) != list(settings["shape"]):
         found, expected = list(tensor.shape), settings["shape"]

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from drafter import tensorfile
 from drafter.engine import Generated
 from stages.errors import UserError
 
@@ -46,7 +47,7 @@ def write_shard(path: Path, prompts: list[list[int]], generated: list[Generated]
     }
     counts = Counter({"rows": len(kept), "tokens": len(tensors["continuation_ids"])})
     counts.update(f"ended_{row.ended}" for _, row in kept)
-    save_file(tensors, path, metadata={name: str(count) for name, count in sorted(counts.items())})
+    tensorfile.save(tensors, path, {name: str(count) for name, count in counts.items()})
 
 
 def read_counts(path: Path) -> Counter[str] | None:
