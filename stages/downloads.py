@@ -14,6 +14,7 @@ class Downloads:
     def __init__(self, path: Path) -> None:
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()  # where all is in vendor/ already the log is empty, and still evidence
 
     def succeeded(self, uri: str, revision: str, *, size: int, sha256: str, method: str) -> None:
         """Log a file that came whole and hashed right; `size` in bytes."""
