@@ -33,6 +33,15 @@ def code_digests(root: Path, entries: Iterable[str]) -> dict[str, str]:
     return dict(sorted(digests.items()))
 
 
+def syntax_digest(path: Path) -> str:
+    """Return the sha256 of one Python file's syntax tree, without comments, layout and docstrings.
+
+    Raises:
+        UserError: it does not parse.
+    """
+    return _read(path, path.stem, path.stat().st_mtime_ns)[0]
+
+
 def parse(path: Path) -> ast.Module:
     """Return a module's syntax tree.
 

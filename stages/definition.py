@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from stages.code import code_digests
+from stages.code import code_digests, syntax_digest
 from stages.declaration import Declaration, fill, values_at
 from stages.digests import Digests
 from stages.errors import UserError
@@ -46,7 +46,9 @@ def define(root: Path, profile: Profile, declaration: Declaration, digests: Dige
         "libraries": _libraries(declaration),
         "code": code_digests(root, [f"stages.{declaration.stage}", *sorted(plugins)]),
         "inputs": taken_subjects(root, profile.name, declaration, config),
-        "files": {name: digests.of(path) for name, path in files.items()},
+        # Shipped code counts as imported code does: by what the interpreter obeys, not by its comments.
+        "files": {name: syntax_digest(path) if path.suffix == ".py" else digests.of(path)
+                  for name, path in files.items()},
     }
 
 
