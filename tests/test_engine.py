@@ -99,7 +99,7 @@ requests = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=120)
 @given(batches=st.lists(st.lists(requests, min_size=1, max_size=SLOTS), min_size=1, max_size=6))
 def test_any_interleaving_drafts_as_alone(batches: list[list[list[int]]]) -> None:
     engine = Engine(DECODER, CONTEXT, slots=SLOTS)

@@ -36,6 +36,8 @@ def codec(name: str) -> Codec:
     Raises:
         ValueError: there is none.
     """
+    if not str(name).isalnum():
+        raise ValueError(f"there is no codec {name!r}")
     try:
         return cast(Codec, import_module(f"drafter.codecs.{name}"))
     except ModuleNotFoundError as error:
