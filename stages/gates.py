@@ -112,9 +112,9 @@ def _replays(sets: dict[str, Any], rules: Selfcheck) -> Iterator[Gate]:
     yield _at_most("failed requests", worst["failure_share"], rules.failure_share,
                    "; ".join([text, *worst["reasons"][:1]]), also=not worst["gave_up"])
     graded = sets[GRADED]
-    seconds = graded["request_seconds"] * rules.heldout_tokens / max(graded["tokens"], 1)
+    seconds = graded["serving_seconds"] * rules.heldout_tokens / max(graded["tokens"], 1)
     yield _at_most("serving time", seconds, rules.budget_s,
-                   f"{graded['request_seconds']:.1f} s of requests for {graded['tokens']:,} tokens, "
+                   f"{graded['serving_seconds']:.1f} s for {graded['tokens']:,} tokens, "
                    f"scaled to {rules.heldout_tokens:,}", also=not graded["over_budget"])
 
 

@@ -185,7 +185,7 @@ def test_a_whole_submission_passes_and_its_tau_is_the_offline_one(tmp_path, benc
         for beaten in report["baselines"][name].values():
             assert beaten["difference"]["low"] > 0
             assert beaten["difference"]["difference"] == pytest.approx(offline.tau - beaten["tau"])
-    scaled = report["replays"]["examples"]["request_seconds"] * 44314 / report["tau"]["examples"]["tokens"]
+    scaled = report["replays"]["examples"]["serving_seconds"] * 44314 / report["tau"]["examples"]["tokens"]
     assert gate(report, "serving time")["value"] == pytest.approx(scaled)
     assert gate(report, "size")["margin"] == LIMITS.limit_bytes - sum(report["bytes"].values())
     # A clean environment: nothing of ours is handed on.
