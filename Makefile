@@ -13,7 +13,7 @@ PY := $(if $(filter system,$(RUNNER)),python3,.venv/bin/python)
 .DEFAULT_GOAL := help
 # Goals one after the other even under -j: `make -j8 clean all` is clean, then all.
 .NOTPARALLEL:
-.PHONY: help all install plan $(STAGES) size-check verify report serve test lint lock clean clean-all
+.PHONY: help all install plan $(STAGES) size-check verify report serve test lint lock lock-sources clean clean-all
 
 # Run $(1) with the first Python 3.12 that really runs (a pyenv shim may be on PATH and refuse).
 define with_python_312
@@ -64,10 +64,12 @@ lint: install ## ruff and mypy
 	@$(PY) -m mypy
 lock: install ## make lock/*.txt from lock/*.in again
 	@$(PY) -m stages.lock
+lock-sources: install ## fill in the hashes of a hub source (SOURCE=qwen3-8b), where the hub can be reached
+	@$(PY) -m stages.upstream lock $(SOURCE)
 clean: ## remove build/, logs/, wheels/ and output/
 	@$(call with_python_312,-m stages.clean)
 clean-all: ## the same, and vendor/ and .venv/
 	@$(call with_python_312,-m stages.clean --all)
 help: ## this text
 	@echo 'draftmill: make TARGET [PROFILE=$(PROFILE)] [RUNNER=host|system]'
-	@awk '/^##@ /{print "\n" substr($$0, 5)} /^[a-z-]+:.* ## /{split($$0, part, ":.* ## |: ## "); printf "  %-12s%s\n", part[1], part[2]}' Makefile
+	@awk '/^##@ /{print "\n" substr($$0, 5)} /^[a-z-]+:.* ## /{split($$0, part, ":.* ## |: ## "); printf "  %-14s%s\n", part[1], part[2]}' Makefile
