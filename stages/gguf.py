@@ -28,7 +28,7 @@ def read_gguf(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     """Read a Llama model: its shape, and its tensors dequantised to float32 under transformers' names.
 
     Raises:
-        ValueError: not a GGUF file, not a Llama, or a tensor that has no place.
+        ValueError: not a GGUF file, not a plain Llama, or a tensor that has no place or an unknown type.
     """
     try:
         reader = GGUFReader(path)
@@ -38,7 +38,10 @@ def read_gguf(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     config = _config(path, reader, tied="output.weight" not in stored)
     tensors = {}
     for name, tensor in stored.items():
-        weight = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32))
+        try:
+            weight = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32))
+        except NotImplementedError as error:
+            raise ValueError(f"{path}: tensor {name} is stored in an unsupported type ({error})") from error
         if name.endswith("attn_q.weight"):
             weight = _unpermute(weight, config.heads)
         if name.endswith("attn_k.weight"):
@@ -48,24 +51,28 @@ def read_gguf(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
 
 
 def _config(path: Path, reader: GGUFReader, tied: bool) -> ModelConfig:
-    def value(key: str) -> Any:
+    def value(key: str, default: Any = None) -> Any:
         field = reader.fields.get(key)
-        if field is None:
+        if field is None and default is None:
             raise ValueError(f"{path}: the GGUF header lacks {key}")
-        return field.contents()
+        return default if field is None else field.contents()
 
     if value("general.architecture") != "llama":
         raise ValueError(f"{path}: holds a {value('general.architecture')!r} model; llama is supported")
     hidden, heads = value("llama.embedding_length"), value("llama.attention.head_count")
+    head_dim = value("llama.attention.key_length", hidden // heads)
+    scaling = value("llama.rope.scaling.type", "none")
+    if scaling != "none" or value("llama.rope.dimension_count", head_dim) != head_dim:
+        raise ValueError(f"{path}: scaled or partial RoPE is not supported")
     return ModelConfig(
         vocab_size=len(value("tokenizer.ggml.tokens")),
         hidden_size=hidden,
         intermediate_size=value("llama.feed_forward_length"),
         layers=value("llama.block_count"),
         heads=heads,
-        kv_heads=value("llama.attention.head_count_kv"),
-        head_dim=hidden // heads,
-        rope_theta=float(value("llama.rope.freq_base")),
+        kv_heads=value("llama.attention.head_count_kv", heads),
+        head_dim=head_dim,
+        rope_theta=float(value("llama.rope.freq_base", 10_000)),
         # The header keeps float32: this is the number that was meant.
         rms_eps=float(f"{value('llama.attention.layer_norm_rms_epsilon'):.6g}"),
         tied=tied,

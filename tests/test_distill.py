@@ -1,0 +1,61 @@
+"""The start of distill: which layers of a model the drafter keeps."""
+
+import pytest
+import torch
+from conftest import small_config, small_decoder
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drafter.model import build
+from stages.distill import prune
+from stages.errors import UserError
+
+LAYERS = 5
+FULL = small_decoder("qwen3", seed=81, layers=LAYERS)
+CONFIG, TENSORS = FULL.config, dict(FULL.state_dict())
+TOKENS = torch.arange(12)[None]
+subsets = st.sets(st.integers(0, LAYERS - 1), min_size=1).map(lambda layers: tuple(sorted(layers)))
+
+
+@settings(deadline=None, max_examples=15)
+@given(subsets)
+@torch.no_grad()
+def test_the_kept_layers_work_as_they_did(layers: tuple[int, ...]) -> None:
+    config, tensors = prune(CONFIG, TENSORS, layers)
+    assert config == small_config("qwen3", layers=len(layers))
+    pruned = build(config, tensors, torch.float32, "cpu")
+    whole = small_decoder("qwen3", seed=81, layers=LAYERS)
+    whole.model.layers = torch.nn.ModuleList(whole.model.layers[layer] for layer in layers)
+    for index, layer in enumerate(whole.model.layers):
+        layer.self_attn.layer = index
+    assert torch.equal(pruned(TOKENS, TOKENS), whole(TOKENS, TOKENS))
+
+
+def test_layers_are_renumbered_and_the_rest_stays() -> None:
+    config, tensors = prune(CONFIG, TENSORS, (1, 4))
+    assert config.layers == 2
+    for old, new in ((1, 0), (4, 1)):
+        name = "model.layers.{}.mlp.up_proj.weight"
+        assert torch.equal(tensors[name.format(new)], TENSORS[name.format(old)])
+    rest = {name for name in TENSORS if ".layers." not in name}
+    assert rest == {name for name in tensors if ".layers." not in name}
+    assert all(torch.equal(tensors[name], TENSORS[name]) for name in rest)
+
+
+def test_an_empty_list_keeps_all() -> None:
+    config, tensors = prune(CONFIG, TENSORS, ())
+    assert config == CONFIG
+    assert tensors.keys() == TENSORS.keys()
+    assert all(tensors[name] is TENSORS[name] for name in tensors)
+
+
+@pytest.mark.parametrize("layers", [(5,), (0, 2, 30)])
+def test_a_layer_beyond_the_model_is_refused(layers: tuple[int, ...]) -> None:
+    with pytest.raises(UserError, match=rf"start.layers names layer {layers[-1]}; the model has 0 to 4"):
+        prune(CONFIG, TENSORS, layers)
+
+
+def test_ten_and_more_layers_are_told_apart() -> None:
+    config = small_config(layers=12)
+    tensors = {f"model.layers.{layer}.x": torch.tensor(layer) for layer in range(12)}
+    assert prune(config, tensors, (1, 11))[1] == {"model.layers.0.x": 1, "model.layers.1.x": 11}
