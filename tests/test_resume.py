@@ -1,0 +1,154 @@
+"""kill -9 in teacher, distill and qat: the same command goes on, and leaves what a run in peace leaves."""
+
+import os
+import random
+import shutil
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from mill import Mill, finished, moments
+
+from stages.files import read_jsonl
+from stages.loss import learning_rate
+
+FINISHED = {"teacher": "*.*", "distill": "checkpoint-*.safetensors", "qat": "checkpoint-*.safetensors"}
+CHECKPOINT_STEPS = {"distill": 3, "qat": 2}
+MARKS = {"teacher": range(5), "distill": range(4), "qat": range(4)}  # the last leaves three steps, two sets
+WHOM = ("worker", "wrapper", "both")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A stage that was killed and has finished; what was whole before its last start, and what happened."""
+
+    mill: Mill
+    whole: list[str]
+    story: str
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Mill:
+    return finished(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def trials(undisturbed: Mill, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future]]:
+    """Each stage, killed and finished in a repository of its own; two at a time."""
+    seed = int(os.environ.get("DRAFTMILL_TEST_SEED") or time.time_ns() % 1_000_000)
+    folder = tmp_path_factory.mktemp("killed")
+    with ThreadPoolExecutor(2) as pool:
+        yield {"steps": pool.submit(_killed_then_shortened, undisturbed.copy(folder / "steps"))} | {
+            stage: pool.submit(_killed_three_times, undisturbed.copy(folder / stage), stage, seed)
+            for stage in FINISHED
+        }
+
+
+def _killed_three_times(mill: Mill, stage: str, seed: int) -> Trial:
+    """Kill a stage at three random moments, plant debris, and let it finish."""
+    mill.forget(stage)
+    drawn = moments(f"{seed}/{stage}", MARKS[stage])
+    order = random.Random(f"{seed}/{stage}").sample(WHOM, 3)
+    story = f"DRAFTMILL_TEST_SEED={seed}: {stage} was killed at {drawn}, {order}"
+    try:
+        for (mark, delay_s), whom in zip(drawn, order, strict=True):
+            mill.kill(stage, lambda mark=mark: _progress(mill, stage) >= mark, delay_s, whom)
+        whole = _plant_debris(mill, stage)
+        mill.run(stage)
+    except AssertionError as error:
+        error.add_note(story)
+        raise
+    return Trial(mill, whole, story)
+
+
+def _progress(mill: Mill, stage: str) -> int:
+    """How many shards and sets are finished, or how many checkpoints have been written."""
+    names = [path.stem for path in mill.work(stage, FINISHED[stage]) if path.suffix != ".partial"]
+    if stage == "teacher":
+        return len(names)
+    return max((int(name.rpartition("-")[2]) for name in names), default=0) // CHECKPOINT_STEPS[stage]
+
+
+def _plant_debris(mill: Mill, stage: str) -> list[str]:
+    """Leave what a kill while writing could; return the names of the files that are whole."""
+    whole = [path for path in mill.work(stage, FINISHED[stage]) if path.suffix != ".partial"]
+    for path in whole:
+        cut = path if stage == "teacher" else path.with_name("checkpoint-00000099.safetensors")
+        content = path.read_bytes()
+        path.with_suffix(".partial").write_bytes(content[:1000])
+        if path == whole[0]:
+            cut.write_bytes(content[: len(content) // 2])
+    return [path.name for path in (whole[1:] if stage == "teacher" else whole)]
+
+
+def _killed_then_shortened(mill: Mill) -> Mill:
+    mill.forget("distill")
+    mill.kill("distill", lambda: _progress(mill, "distill") >= 2, 0.0, "both")
+    mill.replace("profiles/toy.toml", "steps = 12\n", "steps = 10\n")
+    mill.run("distill")
+    return mill
+
+
+@pytest.mark.parametrize("stage", FINISHED)
+def test_after_three_kills_the_outputs_are_byte_for_byte_the_same(
+        undisturbed: Mill, trials: dict[str, Future], stage: str) -> None:
+    trial, expected = trials[stage].result(), undisturbed.files(stage)
+    mill, found = trial.mill, trial.mill.files(stage)
+    assert found.keys() == expected.keys(), trial.story
+    assert [name for name in found if found[name] != expected[name]] == [], trial.story
+    assert len([event for event in mill.events(stage) if event["event"] == "started"]) == 4
+    assert mill.metrics(stage) == undisturbed.metrics(stage)
+    assert not mill.work(stage, "*")
+
+
+def test_no_whole_shard_is_made_twice(undisturbed: Mill, trials: dict[str, Future]) -> None:
+    trial = trials["teacher"].result()
+    made = [event["file"] for event in _last_start(trial.mill, "teacher") if event["event"] == "shard"]
+    shards = {name for name in undisturbed.files("teacher") if name.startswith("train-")}
+    assert sorted(made) == sorted(shards - set(trial.whole)), trial.story
+
+
+@pytest.mark.parametrize("stage", CHECKPOINT_STEPS)
+def test_training_goes_on_from_its_newest_whole_checkpoint(trials: dict[str, Future], stage: str) -> None:
+    trial = trials[stage].result()
+    step = max(int(Path(name).stem.rpartition("-")[2]) for name in trial.whole)
+    texts = [event["text"] for event in _last_start(trial.mill, stage) if event["event"] == "say"]
+    assert texts[0] == f"resumes at step {step}", trial.story
+
+
+@pytest.mark.parametrize(("stage", "steps", "peak"), [("distill", 12, 4e-3), ("qat", 9, 1e-3)])
+def test_learning_rates_by_step_are_those_of_one_run(
+        trials: dict[str, Future], stage: str, steps: int, peak: float) -> None:
+    expected = [learning_rate(step, steps, 2, peak) for step in range(steps)]
+    assert _rates(trials[stage].result().mill, stage) == expected
+
+
+def test_another_number_of_steps_starts_anew_on_a_curve_of_its_own(trials: dict[str, Future]) -> None:
+    mill = trials["steps"].result()
+    texts = [event.get("text", "") for event in _last_start(mill, "distill")]
+    assert not any("resumes" in text for text in texts)
+    assert _rates(mill, "distill") == [learning_rate(step, 10, 2, 4e-3) for step in range(10)]
+
+
+def test_a_kill_while_the_outputs_move_in_leaves_no_stale_record(undisturbed: Mill, tmp_path: Path) -> None:
+    # As if killed between removing the record and writing the new one: outputs there, record gone.
+    mill = undisturbed.copy(tmp_path / "copy")
+    (mill.root / "logs" / "toy" / "wheels.json").unlink()
+    shutil.copytree(mill.root / "wheels", mill.root / ".wheels.partial")
+    assert "wheels: runs, because it has no record" in mill.run("wheels")
+    assert mill.files("wheels") == undisturbed.files("wheels")
+    assert not (mill.root / ".wheels.partial").exists()
+
+
+def _rates(mill: Mill, stage: str) -> list[float]:
+    lines = read_jsonl(mill.folder(stage) / "training.jsonl")
+    return [line["rate"] for line in lines if "rate" in line]
+
+
+def _last_start(mill: Mill, stage: str) -> list[dict]:
+    events = mill.events(stage)
+    started = [index for index, event in enumerate(events) if event["event"] == "started"]
+    return events[started[-1] :]
