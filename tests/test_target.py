@@ -134,7 +134,8 @@ def test_a_damaged_or_missing_file_is_named(tmp_path: Path, damage: Callable, sh
 @pytest.mark.parametrize(
     ("name", "content"),
     [("config.json", None), ("config.json", ""), ("config.json", "[]"),
-     ("config.json", '{"model_type": "gpt2"}'), ("config.json", '{"model_type": "llama"}'), (INDEX, "{"), (INDEX, "[]"), (INDEX, "{}"),
+     ("config.json", '{"model_type": "gpt2"}'), ("config.json", '{"model_type": "llama"}'),
+     (INDEX, "{"), (INDEX, "[]"), (INDEX, "{}"),
      (INDEX, '{"weight_map": {}}'), (INDEX, '{"weight_map": ["a"]}'), (INDEX, '{"weight_map": {"a": 3}}')],
 )  # fmt: skip
 def test_a_broken_description_is_named(tmp_path: Path, name: str, content: str | None) -> None:

@@ -1,0 +1,93 @@
+"""Teacher shards: what was written is read, and what is cut is refused."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from drafter.engine import Generated
+from stages.errors import UserError
+from stages.shards import read_counts, read_shards, write_shard
+
+K = 3
+ids = st.integers(0, 150_000)
+logprobs = st.floats(-30, 0, width=16)
+
+
+@st.composite
+def generations(draw: st.DrawFn) -> tuple[list[int], Generated]:
+    length = draw(st.integers(0, 5))
+    row = Generated(
+        draw(st.lists(ids, min_size=length, max_size=length)),
+        [draw(st.lists(ids, min_size=K, max_size=K)) for _ in range(length)],
+        [draw(st.lists(logprobs, min_size=K, max_size=K)) for _ in range(length)],
+        draw(st.sampled_from(["cap", "stop", "repeat"])),
+    )
+    return draw(st.lists(ids, min_size=1, max_size=5)), row
+
+
+def one(token: int, length: int = 2) -> Generated:
+    return Generated([token] * length, [[token, 1, 2]] * length, [[-0.5, -1.0, -2.0]] * length, "stop")
+
+
+@given(st.lists(generations(), max_size=6))
+def test_what_was_written_is_read(tmp_path_factory: pytest.TempPathFactory, rows: list) -> None:
+    folder = tmp_path_factory.mktemp("shards")
+    path = folder / "train-00000.safetensors"
+    write_shard(path, [prompt for prompt, _ in rows], [row for _, row in rows])
+    kept = [(prompt, row) for prompt, row in rows if row.tokens]
+    counts = Counter(rows=len(kept), tokens=sum(len(row.tokens) for _, row in kept))
+    assert read_counts(path) == counts + Counter(f"ended_{row.ended}" for _, row in kept)
+    if not kept:
+        with pytest.raises(UserError, match="no training row has a continuation"):
+            read_shards(folder)
+        return
+    for found, (prompt, row) in zip(read_shards(folder), kept, strict=True):
+        assert found.prompt.tolist() == prompt
+        assert found.continuation.tolist() == row.tokens
+        assert found.topk_ids.tolist() == row.topk_ids
+        assert found.topk_logprobs.tolist() == row.topk_logprobs
+        assert found.topk_logprobs.dtype == torch.float32
+        assert {found.prompt.dtype, found.continuation.dtype, found.topk_ids.dtype} == {torch.int64}
+
+
+def test_the_same_rows_give_the_same_bytes(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_shard(tmp_path / name, [[1, 2], [3]], [one(5), one(6)])
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_shards_are_read_in_order_and_nothing_else(tmp_path: Path) -> None:
+    for index in (2, 0, 1, 10):
+        write_shard(tmp_path / f"train-{index:05d}.safetensors", [[index]], [one(index)])
+    (tmp_path / "dev.jsonl").write_text("{}")
+    assert [int(row.prompt[0]) for row in read_shards(tmp_path)] == [0, 1, 2, 10]
+
+
+def test_an_empty_folder_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"{tmp_path}: no training row"):
+        read_shards(tmp_path)
+
+
+@pytest.mark.parametrize("end", [0, 5, 40, 300, -1])
+def test_a_cut_shard_is_refused_by_name_and_made_again(tmp_path: Path, end: int) -> None:
+    path = tmp_path / "train-00000.safetensors"
+    write_shard(path, [[1, 2], [3]], [one(5), one(6)])
+    path.write_bytes(path.read_bytes()[:end])
+    assert read_counts(path) is None
+    with pytest.raises(UserError, match=f"{path}: .*run `make teacher` again"):
+        read_shards(tmp_path)
+
+
+def test_a_shard_that_is_not_there_has_no_counts(tmp_path: Path) -> None:
+    assert read_counts(tmp_path / "train-00000.safetensors") is None
+
+
+def test_a_file_of_other_tensors_is_no_shard(tmp_path: Path) -> None:
+    save_file({"x": torch.ones(2)}, tmp_path / "train-00000.safetensors")
+    with pytest.raises(UserError, match="not a whole shard"):
+        read_shards(tmp_path)
