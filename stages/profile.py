@@ -141,6 +141,7 @@ class Training(Section):
     clip_norm: Annotated[float, Field(gt=0)] = 1.0
     checkpoint_steps: Count = 50
     max_row_tokens: Count = 512
+    train_embedding: bool = True
 
     @model_validator(mode="after")
     def _warmup_below_steps(self) -> Self:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.func import functional_call
 
-from drafter.model import Decoder, ModelConfig
+from drafter.model import EMBEDDING, HEAD, Decoder, ModelConfig
 from drafter.replay import Conversation, Tau, simulate, summary
 from stages.batches import Batch, Schedule, collate, trainable
 from stages.job import Job
@@ -21,6 +21,7 @@ from stages.target import DTYPES
 
 Weights = dict[str, Tensor]
 BETAS = (0.9, 0.95)
+EMBEDDINGS = (EMBEDDING, HEAD)
 
 
 class Trainer:
@@ -41,9 +42,11 @@ class Trainer:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         self.job, self.settings, self.config, self.view = job, settings, config, view
         self.dtype = DTYPES[settings.dtype]
-        self.masters = {
-            name: start[name].float().to(job.device).clone().requires_grad_() for name in sorted(start)
-        }
+        placed = {name: start[name].float().to(job.device).clone() for name in sorted(start)}
+        frozen = () if settings.train_embedding else EMBEDDINGS
+        self.masters = {name: placed[name].requires_grad_() for name in placed if name not in frozen}
+        self.frozen = {name: placed[name] for name in placed if name in frozen}
+        self.frozen_seen = self._seen(self.frozen)
         self.optimiser = torch.optim.AdamW(
             self.masters.values(), lr=settings.learning_rate, betas=BETAS, weight_decay=0.0
         )
@@ -84,11 +87,11 @@ class Trainer:
         }
 
     def finished(self) -> Weights:
-        """Return the masters, detached."""
-        return {name: master.detach() for name, master in self.masters.items()}
+        """Return all weights at full precision: the masters, detached, and what was never trained."""
+        return self.frozen | {name: master.detach() for name, master in self.masters.items()}
 
     def sensitivities(self) -> Weights:
-        """Return for each matrix its rows' mean second moment of the gradient (Adam's v), float32, [rows]."""
+        """Return for each trained matrix its rows' mean squared gradient (Adam's v), float32, [rows]."""
         return {
             name: self.optimiser.state[master]["exp_avg_sq"].mean(dim=1)
             for name, master in self.masters.items()
@@ -109,8 +112,11 @@ class Trainer:
         return summary(conversations, steps)
 
     def _weights(self) -> Weights:
-        # Matrices in the compute type; norms stay float32, as in serving.
-        seen = self.view(self.masters)
+        return self.frozen_seen | self._seen(self.masters)
+
+    def _seen(self, weights: Weights) -> Weights:
+        """What the forward pass sees: matrices in the compute type; norms stay float32."""
+        seen = self.view(weights)
         return {name: seen[name].to(self.dtype) if seen[name].ndim == 2 else seen[name] for name in seen}
 
     def _hidden(self, weights: Weights, tokens_bt: Tensor) -> Tensor:
@@ -119,7 +125,7 @@ class Trainer:
         return hidden
 
     def _logits(self, weights: Weights, hidden: Tensor) -> Tensor:
-        return hidden @ weights["model.embed_tokens.weight" if self.config.tied else "lm_head.weight"].T
+        return hidden @ weights[EMBEDDING if self.config.tied else HEAD].T
 
     def _train_step(self, batch: Batch) -> None:
         rate = learning_rate(
