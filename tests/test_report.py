@@ -41,6 +41,8 @@ def selfcheck_report(output):
 @pytest.fixture
 def built(tmp_path):
     shutil.copytree(ROOT / "profiles", tmp_path / "profiles")
+    (tmp_path / "lock").mkdir()
+    shutil.copy(ROOT / "lock" / "sources.toml", tmp_path / "lock")
     (tmp_path / "stages").mkdir()
     for stage in read_declarations(ROOT):
         shutil.copy(ROOT / "stages" / f"{stage}.py", tmp_path / "stages")
