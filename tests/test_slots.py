@@ -110,6 +110,15 @@ def test_the_least_recently_used_goes_first() -> None:
 
 
 @torch.inference_mode()
+def test_of_equal_matches_the_one_that_ends_there_is_extended() -> None:
+    slots = Slots(DECODER, COUNT, COLUMNS)
+    longer = run(slots, [[1, 2, 3, 9]])[0].target
+    shorter = run(slots, [[1, 2, 3]])[0].target
+    assert run(slots, [[1, 2, 3, 4]])[0] == Lease(shorter, 3, shorter)
+    assert slots.tokens[longer] == [1, 2, 3, 9]
+
+
+@torch.inference_mode()
 def test_two_that_extend_one_slot_part_ways() -> None:
     slots = Slots(DECODER, COUNT, COLUMNS)
     origin = run(slots, [[5, 6, 7]])[0].target

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from drafter import weights
 from drafter.codecs import round_trip
 from drafter.model import EMBEDDING, build
+from stages.qat import make_plan, straight_through
 
 NORM, MATRIX = "model.norm.weight", "model.layers.1.mlp.down_proj.weight"
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize 18432\n" % (b"4d" * 32)
@@ -57,6 +58,19 @@ def test_what_is_loaded_is_the_codecs_round_trip_bit_for_bit(packed: Path) -> No
         assert tensor.dtype == torch.float32
         assert torch.equal(tensor, round_trip(TENSORS[name], PLAN[name]))
     assert build(config, loaded, torch.float32, "cpu").config == config
+
+
+def test_training_sees_what_is_loaded_and_passes_gradients_through(packed: Path) -> None:
+    masters = {name: tensor.clone().requires_grad_() for name, tensor in TENSORS.items()}
+    assert make_plan(masters, "int4", 32) == PLAN
+    seen = straight_through(masters, PLAN)
+    loaded = weights.load(packed)[1]
+    for name, tensor in seen.items():
+        assert torch.equal(tensor, loaded[name])
+        slope = torch.randn_like(tensor)
+        tensor.backward(slope)
+        assert torch.equal(masters[name].grad, slope)
+    assert not torch.equal(seen[MATRIX], TENSORS[MATRIX])
 
 
 def test_packing_what_was_loaded_gives_the_same_file(packed: Path, tmp_path: Path) -> None:
