@@ -41,10 +41,12 @@ PLACES = re.compile(
 
 
 def header(folder: Path, name: str) -> str:
-    """Return the first line of a lock: the digest of the inputs that it answers to."""
+    """Return the first line of a lock: the digest of the inputs that it answers to, comments apart."""
     digest = hashlib.sha256()
     for file in INPUTS[name]:
-        digest.update((folder / file).read_bytes())
+        lines = (folder / file).read_text(encoding="utf-8").splitlines()
+        asked = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        digest.update("\n".join([file, *asked, ""]).encode())
     inputs = ", ".join(f"lock/{file}" for file in INPUTS[name])
     return (
         f"# Answers to {inputs}, sha256 {digest.hexdigest()}. "
