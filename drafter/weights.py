@@ -10,7 +10,7 @@ from torch import Tensor
 
 from drafter import tensorfile
 from drafter.codecs import Settings, codec
-from drafter.model import ModelConfig
+from drafter.config import ModelConfig
 
 Plan = dict[str, Settings]
 

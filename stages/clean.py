@@ -8,7 +8,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from stages.place import hold, remove
+from stages.wrapper.place import hold, remove
 
 ROOT = Path(__file__).resolve().parent.parent
 MADE = ("logs", "wheels", "output", ".wheels.partial", ".wheels.old", ".output.partial", ".output.old")

@@ -16,10 +16,10 @@ from stages.errors import UserError
 from stages.evaluation import SETS, Conversation, read_set
 from stages.files import sha256_file, write_atomic, write_json, write_jsonl
 from stages.job import Job
+from stages.models.tokenizer import Message, Tokenizer, load_tokenizer
 from stages.profile import DataSource
 from stages.sources import Context, Rejected, Row, load_kind
 from stages.sources.declared import declared
-from stages.tokenizer import Message, Tokenizer, load_tokenizer
 
 SECTIONS = ("target", "data")
 TAKES = ("fetch/{target.source}/*", "fetch/{data.sources.*.source}/*")

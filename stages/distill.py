@@ -5,14 +5,14 @@ import re
 import torch
 from safetensors.torch import save_file
 
-from drafter.model import ModelConfig
+from drafter.config import ModelConfig
 from drafter.replay import read_conversations
 from stages.errors import UserError
 from stages.files import write_jsonl
 from stages.job import Job
-from stages.shards import read_shards
-from stages.target import read_model
-from stages.training import Trainer, Weights
+from stages.models.target import read_model
+from stages.training.shards import read_shards
+from stages.training.trainer import Trainer, Weights
 
 SECTIONS = ("target", "start", "distill")
 TAKES = ("fetch/{target.source}/*", "fetch/{start.source}/*", "teacher/train-*", "teacher/dev.jsonl")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from stages.errors import UserError
 from stages.files import write_atomic
-from stages.place import hold
+from stages.wrapper.place import hold
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCKS = ("lock/build.txt", "lock/dev.txt")

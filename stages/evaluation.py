@@ -6,8 +6,8 @@ from typing import Any
 
 from stages.errors import UserError
 from stages.files import read_jsonl
+from stages.models.tokenizer import Tokenizer
 from stages.profile import Target
-from stages.tokenizer import Tokenizer
 
 SETS = ("dev", "examples")
 _ROLES = ("system", "user", "assistant")

@@ -9,16 +9,16 @@ import shutil
 import zipfile
 from pathlib import Path
 
-from stages import hub
-from stages.downloads import Downloads
 from stages.errors import UserError
 from stages.files import files_under, sha256_file
-from stages.grader import shipped
 from stages.job import Job
-from stages.packages import pip_download
-from stages.pins import Pin, read_pins
-from stages.upstream import FILE, Archive, File, Source, find, read_sources
-from stages.wheelhouse import read_wheel, runs
+from stages.upstream import hub
+from stages.upstream.downloads import Downloads
+from stages.upstream.grader import shipped
+from stages.upstream.packages import pip_download
+from stages.upstream.pinned import FILE, Archive, File, Source, find, read_sources
+from stages.upstream.pins import Pin, read_pins
+from stages.upstream.wheelhouse import read_wheel, runs
 
 SECTIONS = ("fetch",)
 TAKES = ()

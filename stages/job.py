@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from stages.redaction import hide_secrets
+from stages.wrapper.redaction import hide_secrets
 
 Item = TypeVar("Item")
 

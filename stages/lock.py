@@ -13,8 +13,8 @@ from packaging.utils import canonicalize_name
 
 from stages.errors import UserError
 from stages.files import write_atomic
-from stages.pins import Pin, read_inputs, read_pins
-from stages.pip import reason, run_pip
+from stages.upstream.pins import Pin, read_inputs, read_pins
+from stages.upstream.pip import reason, run_pip
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -5,11 +5,11 @@ import shutil
 from pathlib import Path
 
 from drafter import weights
-from drafter.model import ModelConfig
+from drafter.config import ModelConfig
 from stages.errors import UserError
 from stages.files import files_under, sha256_file, write_atomic, write_json
 from stages.job import Job
-from stages.upstream import find, read_sources
+from stages.upstream.pinned import find, read_sources
 
 SECTIONS = ("limits", "target", "start", "serve")
 TAKES = ("qat/drafter.safetensors", "wheels", "data/data_manifest.json", "distill/training.jsonl")

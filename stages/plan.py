@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from stages.declaration import Declaration, fill, read_declarations
-from stages.definition import config_of
-from stages.digests import Digests
 from stages.errors import UserError
 from stages.profile import Profile, load_profile
-from stages.record import read_record
-from stages.state import state_of
+from stages.wrapper.declaration import Declaration, fill, read_declarations
+from stages.wrapper.definition import config_of
+from stages.wrapper.digests import Digests
+from stages.wrapper.record import read_record
+from stages.wrapper.state import state_of
 
 ROOT = Path(__file__).resolve().parent.parent
 WIDTH = 110

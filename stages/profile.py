@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from stages.errors import UserError
-from stages.upstream import FILE as SOURCES_FILE
-from stages.upstream import read_sources
+from stages.upstream.pinned import FILE as SOURCES_FILE
+from stages.upstream.pinned import read_sources
 
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]

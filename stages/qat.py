@@ -9,13 +9,13 @@ from torch import Tensor
 
 from drafter import weights
 from drafter.codecs import Settings, round_trip
-from drafter.model import ModelConfig
+from drafter.config import ModelConfig
 from drafter.replay import read_conversations
 from stages.errors import UserError
 from stages.files import write_jsonl
 from stages.job import Job
-from stages.shards import read_shards
-from stages.training import Trainer, Weights
+from stages.training.shards import read_shards
+from stages.training.trainer import Trainer, Weights
 
 SECTIONS = ("limits", "qat")
 TAKES = ("distill/drafter.safetensors", "teacher/train-*", "teacher/dev.jsonl")

@@ -15,14 +15,14 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from stages.declaration import read_declarations
 from stages.display import console
 from stages.errors import UserError
 from stages.files import digest_of, sha256_file
-from stages.gates import Gate, gate_table
 from stages.profile import Limits, Profile, load_profile
-from stages.record import read_record, run_of
+from stages.rehearsal.gates import Gate, gate_table
 from stages.size import survey, table
+from stages.wrapper.declaration import read_declarations
+from stages.wrapper.record import read_record, run_of
 
 ROOT = Path(__file__).resolve().parent.parent
 SELFCHECK = "selfcheck-report.json"

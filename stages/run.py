@@ -11,14 +11,14 @@ import shutil
 import sys
 from pathlib import Path
 
-from stages.declaration import chain, read_declarations
-from stages.digests import Digests
 from stages.errors import UserError
-from stages.execution import Shop, StageFailedError, execute
-from stages.place import hold
 from stages.profile import Profile, load_profile
-from stages.runner import RUNNERS, choose_runner
-from stages.state import check_inputs, state_of
+from stages.wrapper.declaration import chain, read_declarations
+from stages.wrapper.digests import Digests
+from stages.wrapper.execution import Shop, StageFailedError, execute
+from stages.wrapper.place import hold
+from stages.wrapper.runner import RUNNERS, choose_runner
+from stages.wrapper.state import check_inputs, state_of
 
 ROOT = Path(__file__).resolve().parent.parent
 EVERYTHING = "all"

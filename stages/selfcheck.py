@@ -10,16 +10,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from stages.client import Terms
 from stages.display import console
 from stages.errors import UserError
 from stages.files import digest_of, sha256_file, write_json
-from stages.gates import GRADED, STOP_TIMEOUT_S, Gate, gate_table, rehearsal_gates, static_gates
 from stages.job import Job
 from stages.profile import Selfcheck
-from stages.rehearsal import Plan, rehearse
+from stages.rehearsal.client import Terms
+from stages.rehearsal.gates import GRADED, STOP_TIMEOUT_S, Gate, gate_table, rehearsal_gates, static_gates
+from stages.rehearsal.scenes import Plan, rehearse
+from stages.rehearsal.standing import standing
 from stages.size import Survey, survey
-from stages.standing import standing
 
 SECTIONS = ("limits", "selfcheck")
 TAKES = ("pack", "teacher/train-*", "teacher/dev.jsonl", "teacher/examples.jsonl")

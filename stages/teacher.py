@@ -8,8 +8,8 @@ from drafter.engine import Engine, Generation
 from stages.errors import UserError
 from stages.files import read_jsonl, write_jsonl
 from stages.job import Job
-from stages.shards import read_counts, write_shard
-from stages.target import load_target
+from stages.models.target import load_target
+from stages.training.shards import read_counts, write_shard
 
 SECTIONS = ("target", "teacher")
 TAKES = ("fetch/{target.source}/*", "data/*.jsonl")
@@ -46,6 +46,7 @@ def run(job: Job) -> dict[str, object]:
             counts += _shard(job, engine, path, task)
         for _ in task:
             next(bar)
+    next(bar, None)  # past the last row the bar closes
     for name, _ in tasks:
         (job.work / name).rename(job.out / name)
     return {**counts, "shards": len(tasks) - len(sets)}

@@ -11,14 +11,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from stages.declaration import read_declarations
-from stages.digests import Digests
 from stages.errors import UserError
 from stages.files import digest_of
-from stages.place import hold
 from stages.profile import load_profile
-from stages.record import definition_of, key_of, read_record, record_path, subjects
-from stages.state import output_faults
+from stages.wrapper.declaration import read_declarations
+from stages.wrapper.digests import Digests
+from stages.wrapper.place import hold
+from stages.wrapper.record import definition_of, key_of, read_record, record_path, subjects
+from stages.wrapper.state import output_faults
 
 ROOT = Path(__file__).resolve().parent.parent
 

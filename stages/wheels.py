@@ -10,14 +10,14 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from stages import grader
 from stages.errors import UserError
 from stages.files import write_atomic, write_json
-from stages.grader import shipped
 from stages.job import Job
-from stages.pins import read_inputs, read_pins
-from stages.pip import pip_environment, reason, run_pip
-from stages.wheelhouse import Wheel, check_closure, matched, sbom
+from stages.upstream import grader
+from stages.upstream.grader import shipped
+from stages.upstream.pins import read_inputs, read_pins
+from stages.upstream.pip import pip_environment, reason, run_pip
+from stages.upstream.wheelhouse import Wheel, check_closure, matched, sbom
 
 SECTIONS = ()
 TAKES = ("fetch/wheels/*",)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafter.model import Decoder, ModelConfig
+from drafter.config import ModelConfig
+from drafter.model import Decoder
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -15,7 +15,8 @@ import httpx
 import torch
 
 from drafter import weights
-from drafter.model import Decoder, ModelConfig
+from drafter.config import ModelConfig
+from drafter.model import Decoder
 
 ROOT = Path(__file__).parents[1]
 TOKEN_LIMIT = 500

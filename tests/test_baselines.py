@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from stages.baselines import fit_trigrams, prompt_lookup, trigrams_of
 from stages.errors import UserError
+from stages.rehearsal.baselines import fit_trigrams, prompt_lookup, trigrams_of
 
 
 def fit(*rows):

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stages.batches import Schedule, collate, trainable
 from stages.errors import UserError
-from stages.shards import Row
+from stages.training.batches import Schedule, collate, trainable
+from stages.training.shards import Row
 
 sizes = st.lists(st.integers(1, 50), min_size=1, max_size=120)
 lengths = st.tuples(st.integers(1, 9), st.integers(1, 7))

@@ -11,8 +11,8 @@ from sources import conversation, make_job, row, source
 
 from stages import data
 from stages.errors import UserError
+from stages.models.tokenizer import Tokenizer, load_tokenizer
 from stages.sources import Rejected, Row
-from stages.tokenizer import Tokenizer, load_tokenizer
 
 PLAN = ("Plan a walk for my aunt, who is eighty, likes gardens and trains, and must rest on a bench "
         "every ten minutes or so.")

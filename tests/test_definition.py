@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 from workshop import Workshop
 
-from stages.code import code_digests
-from stages.declaration import chain, fill, read_declarations, values_at
-from stages.definition import changes, define
-from stages.digests import Digests
 from stages.errors import UserError
 from stages.files import digest_of
 from stages.profile import load_profile
+from stages.wrapper.code import code_digests
+from stages.wrapper.declaration import chain, fill, read_declarations, values_at
+from stages.wrapper.definition import changes, define
+from stages.wrapper.digests import Digests
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 from upstreams import COMMIT, Upstream, job, sha256, upstream, wheel
 
-from stages import fetch, hub, packages
+from stages import fetch
 from stages.errors import UserError
+from stages.upstream import hub, packages
 
 FILES = {f"part-{number}.bin": bytes([number]) * (2000 + number) for number in range(1, 6)}
 FILES["config.json"] = b"{}"

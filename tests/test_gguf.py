@@ -9,11 +9,12 @@ import torch
 from conftest import small_config, small_decoder
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quantize
 
-from drafter.model import HEAD, ModelConfig, build
+from drafter.config import ModelConfig
+from drafter.model import HEAD, build
 from stages.errors import UserError
-from stages.gguf import read_gguf
-from stages.target import load_target, read_model
-from stages.tokenizer import load_tokenizer
+from stages.models.gguf import read_gguf
+from stages.models.target import load_target, read_model
+from stages.models.tokenizer import load_tokenizer
 
 CONFIG = small_config("llama", tied=False)
 F32 = GGMLQuantizationType.F32

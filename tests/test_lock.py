@@ -10,8 +10,8 @@ from upstreams import upstream, wheel
 
 from stages import lock
 from stages.errors import UserError
-from stages.pins import read_pins
-from stages.pip import pip_environment, reason, without_addresses
+from stages.upstream.pins import read_pins
+from stages.upstream.pip import pip_environment, reason, without_addresses
 
 ROOT = Path(__file__).resolve().parent.parent
 

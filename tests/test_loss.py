@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafter.model import Decoder
-from stages.batches import collate
-from stages.loss import TINY, learning_rate, loss
-from stages.shards import Row
+from stages.training.batches import collate
+from stages.training.loss import TINY, learning_rate, loss
+from stages.training.shards import Row
 
 VOCAB = 97
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from workshop import Workshop
 
-from stages.declaration import read_declarations
+from stages.wrapper.declaration import read_declarations
 
 ROOT = Path(__file__).resolve().parent.parent
 EVERY_STAGE = ["fetch", "data", "distill", "pack"]

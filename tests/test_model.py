@@ -5,8 +5,9 @@ import torch
 from conftest import small_config, small_decoder
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from drafter.config import ModelConfig
 from drafter.engine import Engine, Generation
-from drafter.model import EMBEDDING, HEAD, Decoder, ModelConfig, build
+from drafter.model import EMBEDDING, HEAD, Decoder, build
 
 FAMILIES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 SHAPES = [(family, tied) for family in FAMILIES for tied in (True, False)]

@@ -15,8 +15,8 @@ from drafter.replay import read_conversations
 from stages.files import digest_of, files_under, read_jsonl
 from stages.profile import load_profile
 from stages.qat import make_plan, straight_through
-from stages.record import definition_of, key_of
-from stages.training import Trainer
+from stages.training.trainer import Trainer
+from stages.wrapper.record import definition_of, key_of
 
 BUILD_STAGES = ("data", "distill", "fetch", "qat", "teacher", "wheels")
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from workshop import Workshop
 
-from stages.declaration import read_declarations
 from stages.plan import plan
 from stages.profile import load_profile
+from stages.wrapper.declaration import read_declarations
 
 ROOT = Path(__file__).resolve().parent.parent
 PROFILES = sorted(path.stem for path in (ROOT / "profiles").glob("*.toml") if path.stem != "base")

@@ -9,7 +9,7 @@ import pytest
 from workshop import Workshop
 
 from stages.files import canonical_json
-from stages.record import read_record
+from stages.wrapper.record import read_record
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,11 @@ import shutil
 import pytest
 
 from drafter.replay import Conversation, paired, simulate, summary
-from stages.declaration import read_declarations
 from stages.files import digest_of, sha256_file
-from stages.gates import Gate
-from stages.record import make_record, write_record
+from stages.rehearsal.gates import Gate
 from stages.report import ROOT, main
+from stages.wrapper.declaration import read_declarations
+from stages.wrapper.record import make_record, write_record
 
 
 def taus(agreement):

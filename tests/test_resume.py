@@ -13,7 +13,7 @@ import pytest
 from mill import Mill, finished, moments
 
 from stages.files import read_jsonl
-from stages.loss import learning_rate
+from stages.training.loss import learning_rate
 
 FINISHED = {"teacher": "*.*", "distill": "checkpoint-*.safetensors", "qat": "checkpoint-*.safetensors"}
 CHECKPOINT_STEPS = {"distill": 3, "qat": 2}

@@ -15,13 +15,13 @@ from safetensors.numpy import save_file
 
 from drafter.replay import Conversation, replay_offline, summary
 from stages import selfcheck
-from stages.client import Terms, replay_http
 from stages.errors import UserError
-from stages.gates import REHEARSED, static_gates
-from stages.isolation import command
 from stages.job import Job
 from stages.profile import Limits, Selfcheck
-from stages.server import HANDED_ON
+from stages.rehearsal.client import Terms, replay_http
+from stages.rehearsal.gates import REHEARSED, static_gates
+from stages.rehearsal.isolation import command
+from stages.rehearsal.server import HANDED_ON
 from stages.size import survey
 
 # Counts upwards: right until the continuation jumps. FAULT tells it what to do wrong.

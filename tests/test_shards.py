@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from drafter.engine import Generated
 from stages.errors import UserError
-from stages.shards import read_counts, read_shards, write_shard
+from stages.training.shards import read_counts, read_shards, write_shard
 
 K = 3
 ids = st.integers(0, 150_000)

@@ -8,10 +8,10 @@ import pytest
 from sources import make_job, source
 
 from drafter.engine import Generated, Generation
+from stages.models.tokenizer import Tokenizer, load_tokenizer
 from stages.profile import CATEGORIES
 from stages.sources import Context, Rejected, Row, synth
 from stages.sources.plausibility import fault
-from stages.tokenizer import Tokenizer, load_tokenizer
 
 GOOD = " about the river that runs behind our old school?"
 

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Co
 
 from drafter.model import EMBEDDING, HEAD
 from stages.errors import UserError
-from stages.target import load_target, read_model
+from stages.models.target import load_target, read_model
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 

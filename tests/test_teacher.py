@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from stages.errors import UserError
 from stages.files import read_jsonl
-from stages.shards import Row, read_counts, read_shards
+from stages.training.shards import Row, read_counts, read_shards
 
 CAP, REPEAT, TOP_K, SHARD_ROWS = 24, 4, 4, 8
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stages.errors import UserError
-from stages.tokenizer import Tokenizer, load_tokenizer
+from stages.models.tokenizer import Tokenizer, load_tokenizer
 
 AWKWARD = ["", " ", "\n\n1.", "In 2024, 1234567890 + 12.5 = ?", "naïve façade – “quotes”", "👩‍👩‍👧 🇵🇹 😀",
            "日本語の文章と한국어 и русский", "tabs\tand\r\nreturns", "  leading and trailing  ", "don't I'll",

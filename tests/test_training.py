@@ -13,14 +13,14 @@ from trainers import SETTINGS, make_trainer, own_settings_of_torch  # noqa: F401
 from drafter.codecs import round_trip
 from drafter.engine import Engine, Generation
 from drafter.replay import Conversation, replay_offline, summary
-from stages import training
-from stages.batches import Schedule, trainable
 from stages.errors import UserError
 from stages.files import read_jsonl
-from stages.loss import learning_rate
 from stages.qat import make_plan, straight_through
-from stages.shards import Row, write_shard
-from stages.training import Trainer
+from stages.training import trainer as training
+from stages.training.batches import Schedule, trainable
+from stages.training.loss import learning_rate
+from stages.training.shards import Row, write_shard
+from stages.training.trainer import Trainer
 
 VOCABULARY = small_config().vocab_size
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from upstreams import COMMIT, sha256, upstream
 
-from stages import hub
-from stages import upstream as upstream_module
 from stages.errors import UserError
-from stages.relock import lock_source
-from stages.upstream import find, main, read_sources
+from stages.upstream import hub
+from stages.upstream import pinned as upstream_module
+from stages.upstream.pinned import find, main, read_sources
+from stages.upstream.relock import lock_source
 
 ROOT = Path(__file__).resolve().parent.parent
 HUB = {

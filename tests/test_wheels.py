@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 from upstreams import job, sha256, wheel
 
-from stages import grader, wheels
+from stages import wheels
 from stages.errors import UserError
 from stages.files import files_under
-from stages.pins import read_pins
+from stages.upstream import grader
+from stages.upstream.pins import read_pins
 
 ROOT = Path(__file__).resolve().parent.parent
 ALPHA_NEEDS = (

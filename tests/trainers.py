@@ -10,7 +10,7 @@ from conftest import small_config, small_decoder
 
 from stages.job import Job
 from stages.profile import Training
-from stages.training import Trainer
+from stages.training.trainer import Trainer
 
 SETTINGS = Training(dtype="float32", steps=8, batch_rows=2, learning_rate=1e-2, warmup_steps=2,
                     checkpoint_steps=3, max_row_tokens=40)

@@ -9,9 +9,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-WRAPPER = ("__init__", "clean", "code", "declaration", "definition", "digests", "environment", "errors",
-           "execution", "files", "job", "place", "plan", "profile", "record", "redaction", "run", "runner",
-           "state", "upstream", "verify", "worker")
+SHARED = ("__init__", "clean", "environment", "errors", "files", "job", "plan", "profile", "run", "verify")
+PACKAGES = ("wrapper", "upstream")
 COUNT = '''
 def count(job):
     with (job.root / "runs.txt").open("a") as stream:
@@ -94,8 +93,11 @@ class Workshop:
     def __init__(self, root: Path) -> None:
         self.root = root
         (root / "stages").mkdir(parents=True)
-        for name in WRAPPER:
+        for name in SHARED:
             shutil.copy(ROOT / "stages" / f"{name}.py", root / "stages")
+        for name in PACKAGES:
+            shutil.copytree(ROOT / "stages" / name, root / "stages" / name,
+                            ignore=shutil.ignore_patterns("__pycache__"))
         for name, text in STAGES.items():
             self.write(f"stages/{name}.py", text)
         self.write("stages/toy.py", COUNT + MEET)

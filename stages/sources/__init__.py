@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from stages.job import Job
+from stages.models.tokenizer import Message, Tokenizer
 from stages.profile import DataSource
-from stages.tokenizer import Message, Tokenizer
 
 
 @dataclass(frozen=True)

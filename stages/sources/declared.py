@@ -12,7 +12,7 @@ FILE = "lock/sources.toml"
 def declared(root: Path, source: str) -> dict[str, Any]:
     """Return uri, revision, licence, note, split and files (name to sha256), those of them that are stated.
 
-    The table is read here, and not through `stages.upstream`, so that a change to fetching leaves the
+    The table is read here, and not through `stages.upstream.pinned`, so that a change to fetching leaves the
     code digest of the data stage alone.
 
     Raises:

@@ -13,10 +13,10 @@ import datasets
 
 from stages.errors import UserError
 from stages.files import files_under, sha256_file
+from stages.models.tokenizer import Message
 from stages.profile import DataSource
 from stages.sources import Context, Rejected, Row
 from stages.sources.declared import declared
-from stages.tokenizer import Message
 
 READERS = {".parquet": "parquet", ".jsonl": "json"}
 EVALUATION_WORDS = frozenset(

@@ -13,11 +13,11 @@ from typing import Any, Protocol
 
 from drafter.engine import Engine, Generated, Generation
 from stages.files import read_jsonl, sha256_file, write_jsonl
+from stages.models.target import load_target
 from stages.profile import DataSource
 from stages.sources import Context, Rejected, Row
 from stages.sources.declared import declared
 from stages.sources.plausibility import fault
-from stages.target import load_target
 
 STEERING = Path("stages/sources/templates/steering.toml")
 BATCH_ROWS = 64        # at most; a source that wants few rows takes batches just above their number

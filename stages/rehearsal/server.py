@@ -12,8 +12,8 @@ from typing import Any
 
 import httpx
 
-from stages import isolation
-from stages.client import RequestError, parse
+from stages.rehearsal import isolation
+from stages.rehearsal.client import RequestError, parse
 
 POLL_S = 0.1
 HEALTH_TIMEOUT_S = 5.0
@@ -32,7 +32,7 @@ class Server:
     Args:
         submission: the folder that holds serve.sh.
         scratch: holds the folders `home` and `tmp` for the server; its log is written here.
-        isolate: options of `stages.isolation` under which it runs.
+        isolate: options of `stages.rehearsal.isolation` under which it runs.
     """
 
     def __init__(self, submission: Path, scratch: Path, isolate: list[str]) -> None:

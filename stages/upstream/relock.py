@@ -10,10 +10,10 @@ from pathlib import Path
 from huggingface_hub import HfApi
 from huggingface_hub.hf_api import RepoSibling
 
-from stages import hub
 from stages.errors import UserError
 from stages.files import sha256_file, write_atomic
-from stages.upstream import FILE, Source, find, read_sources
+from stages.upstream import hub
+from stages.upstream.pinned import FILE, Source, find, read_sources
 
 
 def lock_source(path: Path, name: str) -> str:

@@ -28,7 +28,7 @@ from huggingface_hub.utils import logging as hub_logging
 from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
 
 from stages.errors import UserError
-from stages.upstream import FILE, Source
+from stages.upstream.pinned import FILE, Source
 
 METHOD = "https"  # what the log calls the transfer: ranges over HTTP, never Xet or hf_transfer
 IDLE_S = 30.0  # a transfer that brings nothing for so long is broken off and resumed

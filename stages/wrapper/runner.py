@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Protocol
 
 from stages.errors import UserError
-from stages.redaction import network_environment
+from stages.wrapper.redaction import network_environment
 
 PASSED = ("PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "TERM", "COLUMNS", "LD_LIBRARY_PATH", "CUDA_HOME",
           "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")

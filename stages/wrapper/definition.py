@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from stages.code import code_digests, syntax_digest
-from stages.declaration import Declaration, fill, values_at
-from stages.digests import Digests
 from stages.errors import UserError
 from stages.profile import Profile
-from stages.record import read_record, subjects
+from stages.wrapper.code import code_digests, syntax_digest
+from stages.wrapper.declaration import Declaration, fill, values_at
+from stages.wrapper.digests import Digests
+from stages.wrapper.record import read_record, subjects
 
 SHOWN_CHANGES = 3
 SHOWN_CHARACTERS = 40

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from stages.errors import UserError
-from stages.shards import Row
+from stages.training.shards import Row
 
 BUCKET_BATCHES = 16
 

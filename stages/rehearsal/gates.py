@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from stages.profile import Limits, Selfcheck
-from stages.review import review
+from stages.rehearsal.review import review
 from stages.size import Survey, verdict
 
 REHEARSED = ("start", "smoke", "empty drafts", "failed requests", "serving time", "health after", "stop",
@@ -68,7 +68,7 @@ def static_gates(found: Survey, limits: Limits) -> list[Gate]:
 
 
 def rehearsal_gates(seen: dict[str, Any] | None, rules: Selfcheck) -> list[Gate]:
-    """Judge what `stages.rehearsal.rehearse` saw (None: it was not held); what was not reached stays open."""
+    """Judge what `scenes.rehearse` saw (None: it was not held); what was not reached stays open."""
     found = {gate.name: gate for gate in _judged(seen or {}, rules)}
     return [found.get(name) or Gate(name, None, None, None, None, "not reached") for name in REHEARSED]
 

@@ -11,13 +11,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.func import functional_call
 
-from drafter.model import EMBEDDING, HEAD, Decoder, ModelConfig
+from drafter.config import ModelConfig
+from drafter.model import EMBEDDING, HEAD, Decoder
 from drafter.replay import Conversation, Tau, simulate, summary
-from stages.batches import Batch, Schedule, collate, trainable
 from stages.job import Job
-from stages.loss import Loss, learning_rate, loss
-from stages.shards import Row
-from stages.target import DTYPES
+from stages.models.target import DTYPES
+from stages.training.batches import Batch, Schedule, collate, trainable
+from stages.training.loss import Loss, learning_rate, loss
+from stages.training.shards import Row
 
 Weights = dict[str, Tensor]
 BETAS = (0.9, 0.95)

@@ -1,6 +1,6 @@
 """Run a command with less: without a network, as another user, or without capabilities.
 
-Usage: python -I stages/isolation.py [--no-network] [--user UID | --no-capabilities] -- COMMAND [ARGUMENT ...]
+Usage: python -I isolation.py [--no-network] [--user UID | --no-capabilities] -- COMMAND [ARGUMENT ...]
 
 A program of its own, of the standard library only: a user namespace can be entered only by a process with one
 thread, and user and capabilities must go between the fork and the exec. The command dies with its parent.

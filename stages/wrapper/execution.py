@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stages.declaration import Declaration
-from stages.digests import Digests
 from stages.errors import UserError
 from stages.files import canonical_json, files_under, read_json, write_atomic
-from stages.place import fresh_partial, move_in, remove
 from stages.profile import Profile
-from stages.record import make_record, record_path, write_record
-from stages.runner import Call, Runner, environment, threads
+from stages.wrapper.declaration import Declaration
+from stages.wrapper.digests import Digests
+from stages.wrapper.place import fresh_partial, move_in, remove
+from stages.wrapper.record import make_record, record_path, write_record
+from stages.wrapper.runner import Call, Runner, environment, threads
 
 NETWORK_STAGE = "fetch"  # the only one that may meet a network
 SIGNALLED = 128
@@ -95,7 +95,7 @@ def _work_apart(shop: Shop, declaration: Declaration, definition: dict[str, Any]
     write_atomic(spec_path, canonical_json(spec))
     result_path.unlink(missing_ok=True)
     code = shop.runner.run(Call(
-        argv=("-m", "stages.worker", str(spec_path)), env=environment(shop.root, network),
+        argv=("-m", "stages.wrapper.worker", str(spec_path)), env=environment(shop.root, network),
         root=shop.root, reads=(shop.root, *inputs.values()), writes=(out, work.parent, log.parent),
         network=network, devices=devices))
     if code > SIGNALLED:

@@ -8,7 +8,8 @@ import torch
 from gguf import GGUFReader, dequantize
 from torch import Tensor
 
-from drafter.model import EMBEDDING, HEAD, ModelConfig
+from drafter.config import ModelConfig
+from drafter.model import EMBEDDING, HEAD
 
 NAMES = {
     "attn_norm": "input_layernorm",

@@ -64,7 +64,7 @@ def make_record(definition: dict[str, Any], outputs: dict[str, str], run: dict[s
     """Compose the statement.
 
     Args:
-        definition: what `stages.definition.define` returned.
+        definition: what `stages.wrapper.definition.define` returned.
         outputs: subject name -> sha256.
         run: facts of the run that are not part of the definition: `profile`, `runner`, `started`,
             `finished`, `log` (relative to the repository), `seconds`, `metrics`, ...

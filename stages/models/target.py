@@ -9,10 +9,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from drafter.model import Decoder, ModelConfig, build, suited
+from drafter.config import ModelConfig
+from drafter.model import Decoder, build, suited
 from drafter.weights import not_whole
 from stages.errors import UserError
-from stages.gguf import read_gguf
+from stages.models.gguf import read_gguf
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

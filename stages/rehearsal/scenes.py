@@ -1,6 +1,6 @@
 """A submission run as the grader runs it: started, asked over TCP, stopped, and looked at again.
 
-Usage: python -m stages.rehearsal PLAN.json RESULT.json (selfcheck writes the one and reads the other).
+Usage: python -m stages.rehearsal.scenes PLAN.json RESULT.json (selfcheck writes the one and reads the other).
 
 Where the system allows it the server and this client are alone on a network without an outside, and the
 server has another user, or at least no capabilities. What was possible is in the result.
@@ -20,12 +20,12 @@ from typing import Any
 from tqdm import tqdm
 
 from drafter.replay import Conversation, read_conversations
-from stages import isolation
-from stages.client import Terms, replay_http
 from stages.files import files_under, sha256_file, write_json
-from stages.server import SceneError, Server
+from stages.rehearsal import isolation
+from stages.rehearsal.client import Terms, replay_http
+from stages.rehearsal.server import SceneError, Server
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 NOBODY = 65534
 
 # Can a user enter this Python, find the modules in it, and read the file? (A home may be closed to others.)
@@ -76,7 +76,7 @@ def rehearse(plan: Plan) -> dict[str, Any]:
     """
     request, answer = plan.scratch / "plan.json", plan.scratch / "result.json"
     write_json(request, json.loads(json.dumps(asdict(plan), default=str)))
-    command = [sys.executable, "-m", "stages.rehearsal", str(request), str(answer)]
+    command = [sys.executable, "-m", "stages.rehearsal.scenes", str(request), str(answer)]
     subprocess.run(isolation.command("--no-network", command=command), check=True, cwd=ROOT)
     return json.loads(answer.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
 

@@ -9,10 +9,10 @@ from typing import Self
 
 from tqdm import tqdm
 
-from stages.downloads import Downloads
 from stages.errors import UserError
-from stages.grader import pip_target
-from stages.pip import pip_environment, reason, run_pip
+from stages.upstream.downloads import Downloads
+from stages.upstream.grader import pip_target
+from stages.upstream.pip import pip_environment, reason, run_pip
 
 ATTEMPTS = 3
 

@@ -4,8 +4,8 @@ import json
 import time
 from pathlib import Path
 
-from stages.pip import without_addresses
-from stages.redaction import hide_secrets
+from stages.upstream.pip import without_addresses
+from stages.wrapper.redaction import hide_secrets
 
 
 class Downloads:

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stages.declaration import Declaration
-from stages.definition import NotReadyError, changes, define
-from stages.digests import Digests, differences
 from stages.errors import UserError
 from stages.files import digest_of
 from stages.profile import Profile
-from stages.record import Record, definition_of, key_of, read_record, subjects
+from stages.wrapper.declaration import Declaration
+from stages.wrapper.definition import NotReadyError, changes, define
+from stages.wrapper.digests import Digests, differences
+from stages.wrapper.record import Record, definition_of, key_of, read_record, subjects
 
 
 @dataclass(frozen=True)

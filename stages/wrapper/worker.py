@@ -1,4 +1,4 @@
-"""Runs one stage function in a process of its own: `python -m stages.worker SPEC.json`.
+"""Runs one stage function in a process of its own: `python -m stages.wrapper.worker SPEC.json`.
 
 The spec is written by `stages.run`; nothing here knows of make, containers or records.
 """
@@ -21,7 +21,7 @@ from stages.errors import UserError
 from stages.files import write_json
 from stages.job import Job
 from stages.profile import Profile
-from stages.redaction import hide_secrets
+from stages.wrapper.redaction import hide_secrets
 
 PR_SET_PDEATHSIG = 1
 

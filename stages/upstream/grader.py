@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from packaging.tags import Tag, compatible_tags, cpython_tags
 
-from stages.pins import Pin
+from stages.upstream.pins import Pin
 
 PYTHON = (3, 12)
 ABI = "cp312"

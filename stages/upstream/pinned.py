@@ -1,7 +1,7 @@
 """lock/sources.toml: every upstream file by URI, revision, sha256, size and licence.
 
-python -m stages.upstream lock ID...     asks the hub for the files of hub sources and writes their hashes
-python -m stages.upstream list           prints what is pinned
+python -m stages.upstream.pinned lock ID...     asks the hub for a source's files and writes their hashes
+python -m stages.upstream.pinned list           prints what is pinned
 """
 
 import argparse
@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from stages.errors import UserError
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FILE = "lock/sources.toml"
 PURL = re.compile(r"pkg:pypi/(?P<name>[a-z0-9](?:[a-z0-9-]*[a-z0-9])?)@(?P<revision>[0-9][0-9A-Za-z.+!]*)")
 HUB = re.compile(r"hf://(?P<kind>models|datasets)/(?P<name>[\w.-]+/[\w.-]+)@(?P<revision>[^@/]+)")
@@ -185,7 +185,7 @@ def find(sources: dict[str, Source], name: str) -> Source:
 def main(argv: Sequence[str]) -> int:
     """Lock hub sources, or list all."""
     parser = argparse.ArgumentParser(
-        prog="python -m stages.upstream", description="Work on lock/sources.toml."
+        prog="python -m stages.upstream.pinned", description="Work on lock/sources.toml."
     )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="print every source")
@@ -196,7 +196,7 @@ def main(argv: Sequence[str]) -> int:
     path = ROOT / FILE
     try:
         if options.command == "lock":
-            from stages.relock import lock_source  # noqa: PLC0415 (listing and reading need no hub client)
+            from stages.upstream.relock import lock_source  # noqa: PLC0415 (listing and reading need no hub client)
 
             for name in options.ids:
                 print(lock_source(path, name))

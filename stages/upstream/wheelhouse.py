@@ -12,10 +12,10 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 
-from stages import grader
 from stages.errors import UserError
 from stages.files import sha256_file
-from stages.pins import Pin
+from stages.upstream import grader
+from stages.upstream.pins import Pin
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from drafter.replay import Conversation, Draft, Steps, paired, read_conversations, replay_offline, summary
-from stages.baselines import prompt_lookup, trigrams_of
+from stages.rehearsal.baselines import prompt_lookup, trigrams_of
 
 
 def standing(sets: Mapping[str, Path], replays: Mapping[str, Any], teacher: Path) -> dict[str, Any]:

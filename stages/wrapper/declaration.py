@@ -9,8 +9,8 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
-from stages.code import parse
 from stages.errors import UserError
+from stages.wrapper.code import parse
 
 PLACEHOLDER = re.compile(r"\{([a-z0-9_.*]+)\}")
 

@@ -1,0 +1,1 @@
+"""Pretrained models and their tokenizers, out of vendor/."""

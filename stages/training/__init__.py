@@ -1,0 +1,1 @@
+"""What distill and qat share: teacher shards, batches, the loss, the loop."""

@@ -1,0 +1,1 @@
+"""What comes from outside: the pins, the clients that fetch, and the wheels held to the grader."""

@@ -1,0 +1,1 @@
+"""How a stage is run and recorded: its definition, its place, its process, its record."""
