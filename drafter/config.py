@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-# Features that other Llama and Qwen3 configs may ask for and this decoder lacks, and the value that means without.
+# Features of other Llama and Qwen3 configs that this decoder lacks, each with the value that means without.
 PLAIN = {"attention_bias": False, "mlp_bias": False, "use_sliding_window": False, "hidden_act": "silu"}
 
 
