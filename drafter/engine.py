@@ -1,6 +1,5 @@
 """The engine: drafting for the server, and generation for the teacher, over one KV cache."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +12,7 @@ from drafter.slots import Slots
 TRUNCATION_STEP = 256
 COLUMN_STEP = 64
 SAMPLING_POOL = 256
+KEPT_SHARE = 0.75
 
 
 @dataclass(frozen=True)
@@ -121,17 +121,16 @@ class Engine:
         return self.decoder.logits(hidden_bd)[:, : self.token_limit].argmax(-1)
 
     @torch.inference_mode()
-    def generate(self, prompts: list[list[int]], settings: Generation,
-                 progress: Callable[[int], None] | None = None) -> list[Generated]:
+    def generate(self, prompts: list[list[int]], settings: Generation) -> list[Generated]:
         """Continue each prompt until its stop id, its repeat or the cap.
 
-        Rows that end leave the batch, so a batch costs about what its tokens cost. The result is a function
-        of the prompts, their order and the settings.
+        Rows that have ended are dropped together when a quarter of the batch has: a batch costs about what
+        its tokens cost, and the cache is seldom copied. The result is a function of the prompts, their order
+        and the settings.
 
         Args:
             prompts: token ids of each prompt, none empty.
             settings: see Generation.
-            progress: called after each step with the number of tokens it made.
 
         Raises:
             ValueError: a prompt and its continuation would not fit the context.
@@ -144,19 +143,18 @@ class Engine:
         picker = _Picker(settings, len(prompts), self.token_limit)
         hidden_bd = self._prefill(cache, [prompts[row] for row in rows])
         done = [Generated([], [], []) for _ in prompts]
-        active = list(range(len(rows)))  # indices into the cache's rows that still generate
+        active = list(range(len(rows)))  # which of the cache's rows still generate
         while True:
-            tokens = picker.pick(self.decoder.logits(hidden_bd), rows, done)
-            if progress:
-                progress(len(active))
-            active = [i for i, row in enumerate(rows) if not _ended(done[row], settings)]
+            picker.pick(self.decoder.logits(hidden_bd[active]), [rows[i] for i in active], done)
+            latest = [done[row].tokens[-1] for row in rows]
+            active = [i for i in active if not _ended(done[rows[i]], settings)]
             if not active:
                 return done
-            if len(active) < len(rows):
+            if len(active) <= KEPT_SHARE * len(rows):
                 cache.keep(active)
-                rows = [rows[i] for i in active]
-                tokens = [tokens[i] for i in active]
-            hidden_bd = self._step(cache, tokens)
+                rows, latest = [rows[i] for i in active], [latest[i] for i in active]
+                active = list(range(len(rows)))
+            hidden_bd = self._step(cache, latest)
 
 
 class _Picker:
@@ -168,7 +166,7 @@ class _Picker:
         self.rows = rows
         self.random = torch.Generator().manual_seed(settings.seed)
 
-    def pick(self, logits_bv: Tensor, rows: list[int], done: list[Generated]) -> list[int]:
+    def pick(self, logits_bv: Tensor, rows: list[int], done: list[Generated]) -> None:
         logits_bv = logits_bv[:, : self.token_limit].float()
         if self.settings.temperature > 0:
             tokens = self._sampled(logits_bv, rows)
@@ -182,7 +180,6 @@ class _Picker:
                 done[row].topk_logprobs.append(values)
         for row, token in zip(rows, tokens, strict=True):
             done[row].tokens.append(token)
-        return tokens
 
     def _sampled(self, logits_bv: Tensor, rows: list[int]) -> list[int]:
         # One draw a step for every row of the call, in use or not: a row's sample does not depend on

@@ -101,12 +101,6 @@ def test_the_order_of_prompts_changes_nothing() -> None:
     assert tokens([ENGINE.generate([prompt], settings)[0] for prompt in PROMPTS]) == tokens(made)
 
 
-def test_progress_counts_every_token() -> None:
-    counts: list[int] = []
-    made = ENGINE.generate(PROMPTS, Generation(max_tokens=20, stop_ids=(FREE[0][4],)), counts.append)
-    assert sum(counts) == sum(len(row.tokens) for row in made)
-    assert counts[0] == len(PROMPTS) > counts[-1]
-
 
 @pytest.mark.parametrize(("size", "fits"), [(86, True), (87, False), (500, False)])
 def test_a_prompt_that_leaves_no_room_is_refused(size: int, fits: bool) -> None:
