@@ -65,7 +65,7 @@ lint: install ## ruff and mypy
 lock: install ## make lock/*.txt from lock/*.in again
 	@$(PY) -m stages.lock
 lock-sources: install ## fill in the hashes of a hub source (SOURCE=qwen3-8b), where the hub can be reached
-	@$(PY) -m stages.upstream.pinned lock $(SOURCE)
+	@$(PY) -m stages.upstream.relock $(SOURCE)
 clean: ## remove build/, logs/, wheels/ and output/
 	@$(call with_python_312,-m stages.clean)
 clean-all: ## the same, and vendor/ and .venv/

@@ -7,9 +7,8 @@ import pytest
 from upstreams import COMMIT, sha256, upstream
 
 from stages.errors import UserError
-from stages.upstream import hub
-from stages.upstream import pinned as upstream_module
-from stages.upstream.pinned import find, main, read_sources
+from stages.upstream import hub, relock
+from stages.upstream.pinned import find, read_sources
 from stages.upstream.relock import lock_source
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -83,9 +82,9 @@ def test_a_file_that_is_no_toml_or_not_there_is_a_sentence(tmp_path: Path):
 
 
 def test_the_command_ends_with_2_and_a_sentence(monkeypatch, capsys, tmp_path: Path):
-    monkeypatch.setattr(upstream_module, "ROOT", tmp_path)
-    assert main(["list"]) == 2
-    assert capsys.readouterr().err == "sources: lock/sources.toml is missing\n"
+    monkeypatch.setattr(relock, "ROOT", tmp_path)
+    assert relock.main(["qwen3-8b"]) == 2
+    assert capsys.readouterr().err == "draftmill: lock/sources.toml is missing\n"
 
 
 FILES = {

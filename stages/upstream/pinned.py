@@ -1,15 +1,8 @@
-"""lock/sources.toml: every upstream file by URI, revision, sha256, size and licence.
+"""lock/sources.toml: every upstream file by URI, revision, sha256, size and licence."""
 
-python -m stages.upstream.pinned lock ID...     asks the hub for a source's files and writes their hashes
-python -m stages.upstream.pinned list           prints what is pinned
-"""
-
-import argparse
 import json
 import re
-import sys
 import tomllib
-from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, Self
 
@@ -17,7 +10,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from stages.errors import UserError
 
-ROOT = Path(__file__).resolve().parents[2]
 FILE = "lock/sources.toml"
 PURL = re.compile(r"pkg:pypi/(?P<name>[a-z0-9](?:[a-z0-9-]*[a-z0-9])?)@(?P<revision>[0-9][0-9A-Za-z.+!]*)")
 HUB = re.compile(r"hf://(?P<kind>models|datasets)/(?P<name>[\w.-]+/[\w.-]+)@(?P<revision>[^@/]+)")
@@ -182,34 +174,6 @@ def find(sources: dict[str, Source], name: str) -> Source:
     return sources[name]
 
 
-def main(argv: Sequence[str]) -> int:
-    """Lock hub sources, or list all."""
-    parser = argparse.ArgumentParser(
-        prog="python -m stages.upstream.pinned", description="Work on lock/sources.toml."
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("list", help="print every source")
-    commands.add_parser("lock", help="write the hashes of hub sources").add_argument(
-        "ids", nargs="+", metavar="ID"
-    )
-    options = parser.parse_args(argv)
-    path = ROOT / FILE
-    try:
-        if options.command == "lock":
-            from stages.upstream.relock import lock_source  # noqa: PLC0415 (listing and reading need no hub client)
-
-            for name in options.ids:
-                print(lock_source(path, name))
-        else:
-            for name, source in read_sources(path).items():
-                held = f"{len(source.files)} files" if source.files else "no file hashes yet"
-                print(f"{name:28} {source.licence:22} {held:20} {source.uri}")
-    except UserError as error:
-        print(f"sources: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
 def _source(name: str, table: Any) -> Source:
     try:
         return Source.model_validate_json(json.dumps(table, default=str))
@@ -222,7 +186,3 @@ def _source(name: str, table: Any) -> Source:
                 text = f"unknown key. Allowed in a source: {', '.join(sorted(Source.model_fields))}"
             lines.append(f"{FILE}: {key}: {text}")
         raise UserError("\n".join(lines)) from error
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,8 +1,13 @@
-"""Hub sources get their hashes: of large files as the hub states them, of small ones by hashing them here."""
+"""Hub sources get their hashes: of large files as the hub states them, of small ones by hashing them here.
 
+    python -m stages.upstream.relock ID...     writes the files of hub sources into lock/sources.toml
+"""
+
+import argparse
 import fnmatch
 import json
 import re
+import sys
 import tempfile
 import tomllib
 from pathlib import Path
@@ -14,6 +19,22 @@ from stages.errors import UserError
 from stages.files import sha256_file, write_atomic
 from stages.upstream import hub
 from stages.upstream.pinned import FILE, Source, find, read_sources
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Lock hub sources; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m stages.upstream.relock", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ids", nargs="+", metavar="ID", help="a hub source of lock/sources.toml")
+    try:
+        for name in parser.parse_args(argv).ids:
+            print(lock_source(ROOT / FILE, name))
+    except UserError as error:
+        print(f"draftmill: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def lock_source(path: Path, name: str) -> str:
@@ -92,3 +113,7 @@ def _entry(source: Source, sibling: RepoSibling, folder: Path) -> dict[str, str 
         f"{source.uri}/{name}", lambda: hub.download(source, name, folder), failed=lambda fault: None
     )
     return {"path": name, "size": found.stat().st_size, "sha256": sha256_file(found)}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
