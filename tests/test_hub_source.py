@@ -95,7 +95,6 @@ def test_only_the_named_split_is_read(tmp_path: Path) -> None:
     ({"columns": {"prompt": "q", "answer": "a"}}, "columns has no 'answer'; it takes messages, prompt"),
     ({"columns": {"prompt": "nothing"}}, "no column 'nothing'; there are messages, topic"),
     ({"columns": {"prompt": "topic"}, "category": None}, "needs a category"),
-    ({"columns": {"prompt": "topic"}, "source": None}, "needs source"),
     ({"columns": {"prompt": "topic"}, "source": "elsewhere"}, "no parquet or JSON-lines file"),
     ({"columns": {"prompt": "topic"}, "split": "train_sft"}, "of split 'train_sft'; found train.jsonl"),
 ])

@@ -50,9 +50,7 @@ def rows(source: DataSource, context: Context) -> Iterator[Row | Rejected]:
 
 def _files(source: DataSource, context: Context) -> tuple[Path, list[str]]:
     """Return the folder and the files of the wanted split, all of one format."""
-    if source.source is None:
-        raise UserError(f"data source {source.id!r}: kind 'hub' needs source, an id of lock/sources.toml")
-    folder = context.job.inputs["fetch"] / source.source
+    folder = context.job.inputs["fetch"] / str(source.source)
     found = [name for name in files_under(folder) if Path(name).suffix in READERS] if folder.is_dir() else []
     for name in (source.split, *found):
         if forbidden := EVALUATION_WORDS.intersection(_name_words(name)):
