@@ -23,7 +23,8 @@ class Limits:
         draft_tokens: ids a draft has.
         max_batch: requests of one step.
         max_waiting: requests in flight; more of them wait to be taken in.
-        linger_s: a step waits this long for one more request, anew after each that comes ...
+        linger_s: a step waits at least this long for one more request, anew after each that comes ...
+        linger_share: ... or this share of the last step's time, where that is longer ...
         linger_times: ... but no more often than this.
         stall_s: a step that takes longer will not come back.
         probe_s: how often a broken engine is tried while no request comes.
@@ -35,6 +36,7 @@ class Limits:
     max_batch: int = 32
     max_waiting: int = 256
     linger_s: float = 0.002
+    linger_share: float = 0.04
     linger_times: int = 5
     stall_s: float = 200.0
     probe_s: float = 1.0
@@ -76,6 +78,7 @@ class Batcher:
         self._failures = 0
         self._failing_since = 0.0
         self._step_since: float | None = None
+        self._last_step_s = 0.0
 
     def start(self) -> None:
         """Start the task; it belongs to no web framework, so that only `stop` ends it."""
@@ -154,12 +157,13 @@ class Batcher:
         except TimeoutError:
             return []
         missing = self.limits.max_batch - 1
-        # Clients that were answered together come back together: wait while they do.
+        # Clients that were answered together come back together: wait while they do. Otherwise two halves
+        # of them take turns for ever, each waiting for the other's step.
         for _ in range(self.limits.linger_times):
             seen = self._queue.qsize()
             if seen >= missing:
                 break
-            await asyncio.sleep(self.limits.linger_s)
+            await asyncio.sleep(max(self.limits.linger_s, self.limits.linger_share * self._last_step_s))
             if self._queue.qsize() == seen:
                 break
         with contextlib.suppress(asyncio.QueueEmpty):
@@ -213,7 +217,8 @@ class Batcher:
         if not done:
             raise RuntimeError(f"a step of {len(requests)} requests took over {self.limits.stall_s:.0f} s")
         self._step_since = None
-        self.metrics.draft_seconds.observe(time.monotonic() - started)
+        self._last_step_s = time.monotonic() - started
+        self.metrics.draft_seconds.observe(self._last_step_s)
         if (fault := step.exception()) is not None:
             return fault
         self._failures = 0

@@ -239,3 +239,26 @@ def test_stopping_answers_what_waits():
         await until(lambda: not batcher.alive)
 
     trial(scenario)
+
+
+@pytest.mark.parametrize(("share", "together"), [(0.3, True), (0.0, False)])
+def test_halves_that_take_turns_come_together(share, together):
+    """Clients that need longer to come back than the shortest linger still end up in one step."""
+
+    def slow(model, requests):
+        time.sleep(0.2)
+
+    async def scenario(model, batcher):
+        async def client(number):
+            for turn in range(8):
+                await batcher.submit([number, turn], 10)
+                await asyncio.sleep(0.01)
+
+        first = [asyncio.create_task(client(number)) for number in range(4)]
+        await asyncio.sleep(0.1)
+        second = [asyncio.create_task(client(number)) for number in range(4, 8)]
+        await asyncio.gather(*first, *second)
+        sizes = [len(batch) for batch in model.batches[2:7]]
+        assert (sizes == [8] * 5) == together
+
+    trial(scenario, slow, Limits(max_batch=8, linger_s=0.001, linger_share=share))
