@@ -17,7 +17,7 @@ PY := $(if $(filter system,$(RUNNER)),python3,.venv/bin/python)
 
 # Run $(1) with the first Python 3.12 that really runs (a pyenv shim may be on PATH and refuse).
 define with_python_312
-for python in $(if $(PYTHON),"$(PYTHON)",python3.12 python3 "$$HOME"/.pyenv/versions/3.12.*/bin/python /opt/venv/bin/python .venv/bin/python); do \
+for python in $(if $(PYTHON),"$(PYTHON)",python3.12 python3 "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.12.*/bin/python /opt/venv/bin/python .venv/bin/python); do \
 	"$$python" -c 'import sys, ensurepip; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null && exec "$$python" $(1); \
 done; \
 echo 'draftmill: no Python 3.12 found$(if $(PYTHON), at $(PYTHON)). Install one (with pyenv: pyenv install 3.12), or say make PYTHON=/path/to/python3.12' >&2; exit 2
@@ -48,6 +48,7 @@ size-check: install ## bytes of output/ by component; fails over the limit
 verify: install ## hash everything anew against the records
 	@$(PY) -m stages.verify
 serve: install ## start output/serve.sh (HOST, PORT, MODEL_NAME)
+	@test -f output/serve.sh || { echo 'draftmill: there is no output/ yet; run make all' >&2; exit 2; }
 	@PATH="$$PWD/.venv/bin:$$PATH" exec bash output/serve.sh
 
 ##@ Work on it

@@ -1,6 +1,7 @@
 """The body of a drafting request: read strictly, refused with a sentence that says what is wrong."""
 
 import json
+from collections import Counter
 from typing import Any, NoReturn
 
 SHOWN_CHARACTERS = 40
@@ -57,8 +58,8 @@ def _parse(body: bytes) -> Any:
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for name in names if names.count(name) > 1)
+        counts = Counter(name for name, _ in pairs)
+        repeated = next(name for name, count in counts.items() if count > 1)
         raise BadRequestError(f"the key {_shown(repeated)} stands twice in one object")
     return fields
 

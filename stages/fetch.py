@@ -13,7 +13,7 @@ from stages.errors import UserError
 from stages.files import files_under, sha256_file
 from stages.job import Job
 from stages.upstream import hub
-from stages.upstream.downloads import Downloads
+from stages.upstream.downloads import DOWNLOADS, Downloads
 from stages.upstream.grader import shipped
 from stages.upstream.packages import pip_download
 from stages.upstream.pinned import FILE, Archive, File, Source, find, read_sources
@@ -39,7 +39,7 @@ def run(job: Job) -> dict[str, object]:
         UserError: an unknown source, one without hashes, a byte that differs, or no way to the network; the
             text names what is missing still.
     """
-    log = Downloads(job.log.parent / "downloads.jsonl")
+    log = Downloads(job.out / DOWNLOADS)
     known = read_sources(job.root / FILE)
     sources = {name: find(known, name) for name in job.config.fetch.sources}
     for name, source in sources.items():

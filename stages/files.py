@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -75,6 +76,15 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
                     yield json.loads(line)
                 except json.JSONDecodeError as error:
                     raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
+
+
+def link_or_copy(source: Path, place: Path) -> None:
+    """Give a finished file a second name, or a copy where the file system has no links; replaces `place`."""
+    place.unlink(missing_ok=True)
+    try:
+        place.hardlink_to(source)
+    except OSError:
+        shutil.copyfile(source, place)
 
 
 def files_under(folder: Path) -> list[str]:

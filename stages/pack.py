@@ -9,17 +9,24 @@ from drafter.config import ModelConfig
 from stages.errors import UserError
 from stages.files import files_under, sha256_file, write_atomic, write_json
 from stages.job import Job
+from stages.upstream.downloads import DOWNLOADS
 from stages.upstream.pinned import find, read_sources
 
 SECTIONS = ("limits", "target", "start", "serve")
-TAKES = ("qat/drafter.safetensors", "wheels", "data/data_manifest.json", "distill/training.jsonl")
+TAKES = (
+    "fetch/{target.source}/*", "data/data_manifest.json", "distill/training.jsonl", "qat/drafter.safetensors",
+    "wheels",
+)
 FILES = ("serve.sh", "LICENSE", "drafter/**/*.py")
 LIBRARIES = ("torch", "safetensors")
 PLACE = "output"
 
 EVIDENCE = "evidence"
 SUMS = "SHA256SUMS"
-SOURCE_PATTERNS = ("Makefile", "stages/**/*", "profiles/*.toml", "lock/*", "examples/*.jsonl")
+SOURCE_PATTERNS = (
+    "Makefile", "stages/**/*.py", "stages/sources/templates/*.toml", "profiles/*.toml", "lock/*.in",
+    "lock/*.txt", "lock/*.toml", "examples/*.jsonl",
+)
 BUILD_STAGES = ("fetch", "data", "teacher", "distill", "qat", "wheels")
 
 
@@ -34,8 +41,8 @@ def run(job: Job) -> dict[str, object]:
     _copy(job.root, ("serve.sh", "LICENSE", "drafter/**/*.py"), job.out)
     (job.out / "serve.sh").chmod(0o755)
     shutil.copytree(job.inputs["wheels"], job.out / "wheels")
-    evidence = _evidence(job)
-    write_json(job.out / "architecture.json", _architecture(job, config, evidence))
+    _evidence(job)
+    write_json(job.out / "architecture.json", _architecture(job, config))
     _sums(job.out / EVIDENCE, files_under(job.out / EVIDENCE))
     payload = [name for name in files_under(job.out) if not name.startswith(f"{EVIDENCE}/")]
     _sums(job.out, payload)
@@ -61,22 +68,29 @@ def _settings(job: Job, config: ModelConfig) -> None:
     write_json(job.out / "config.json", json.loads(config.to_json()))
 
 
-def _evidence(job: Job) -> list[str]:
-    """Copy records, logs and training source; return their names relative to output/."""
+def _evidence(job: Job) -> None:
+    """Copy records, logs and training source."""
     folder, logs = job.out / EVIDENCE, job.log.parent
     for stage in BUILD_STAGES:
         _copy_file(logs / f"{stage}.json", folder / "records" / f"{stage}.json")
         if (logs / f"{stage}.log").is_file():
             _copy_file(logs / f"{stage}.log", folder / "logs" / f"{stage}.log")
-    _copy_file(logs / "downloads.jsonl", folder / "logs" / "downloads.jsonl")
+    _copy_file(job.inputs["fetch"] / DOWNLOADS, folder / "logs" / DOWNLOADS)
     for stage in ("distill", "qat"):
         _copy_file(job.inputs[stage] / "training.jsonl", folder / "logs" / f"{stage}-training.jsonl")
     _copy_file(job.inputs["data"] / "data_manifest.json", folder / "data_manifest.json")
     _copy(job.root, SOURCE_PATTERNS, folder / "source")
-    return [f"{EVIDENCE}/{name}" for name in files_under(folder)]
 
 
-def _architecture(job: Job, config: ModelConfig, evidence: list[str]) -> dict[str, object]:
+def _training_evidence() -> list[str]:
+    """The files that prove the training; SHA256SUMS names the rest. The same for every build of a kind."""
+    records = [f"records/{stage}.json" for stage in BUILD_STAGES]
+    logs = [f"logs/{name}" for name in (DOWNLOADS, "distill-training.jsonl", "qat-training.jsonl")]
+    source = [f"source/stages/{stage}.py" for stage in BUILD_STAGES]
+    return [*records, *logs, *source, "source/stages/training/trainer.py", "data_manifest.json", SUMS]
+
+
+def _architecture(job: Job, config: ModelConfig) -> dict[str, object]:
     """What the contest's reviewer reads first; a function of the records alone."""
     target, start = job.config.target, job.config.start
     base = {"base_model": target.name, "base_revision": target.revision}
@@ -92,7 +106,7 @@ def _architecture(job: Job, config: ModelConfig, evidence: list[str]) -> dict[st
         "weights": "model.safetensors",
         "method": "layers of the base, distilled on the target's greedy text, then trained through rounding",
         "training_corpora": json.loads((job.inputs["data"] / "data_manifest.json").read_text("utf-8")),
-        "training_evidence_files": [name for name in evidence if not name.endswith((".pyc",))],
+        "training_evidence_files": [f"{EVIDENCE}/{name}" for name in _training_evidence()],
         "inference_evidence_files": [*served, "serving.json", "config.json", "wheels/requirements.txt"],
     }
 

@@ -205,8 +205,16 @@ class Profile(Section):
         missing = [source for source in needed if source and source not in self.fetch.sources]
         if missing:
             raise ValueError(f"fetch.sources must name {', '.join(missing)}")
-        if self.teacher.context_tokens < self.data.max_prompt_tokens + self.teacher.max_tokens:
-            raise ValueError("teacher.context_tokens must hold data.max_prompt_tokens + teacher.max_tokens")
+        longest = max(self.data.max_prompt_tokens, self.target.max_prompt_tokens)
+        if self.teacher.context_tokens < longest + self.teacher.max_tokens:
+            raise ValueError(
+                f"teacher.context_tokens must hold the longest prompt and teacher.max_tokens: at least "
+                f"{longest + self.teacher.max_tokens}"
+            )
+        if self.teacher.max_tokens > self.target.max_continuation_tokens:
+            raise ValueError("teacher.max_tokens must not be over target.max_continuation_tokens")
+        if unknown := [stop for stop in self.target.stop_ids if not 0 <= stop < self.target.token_count]:
+            raise ValueError(f"target.stop_ids: {unknown[0]} is not below target.token_count")
         return self
 
 

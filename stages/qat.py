@@ -7,6 +7,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+import drafter.codecs.bf16  # noqa: F401 (norms use it by name; imported, it is part of the key)
 from drafter import weights
 from drafter.codecs import Settings, round_trip
 from drafter.config import ModelConfig

@@ -6,7 +6,7 @@ from typing import Any
 
 from drafter.engine import Engine, Generation
 from stages.errors import UserError
-from stages.files import read_jsonl, write_jsonl
+from stages.files import link_or_copy, read_jsonl, write_jsonl
 from stages.job import Job
 from stages.models.target import load_target
 from stages.training.shards import read_counts, write_shard
@@ -32,9 +32,9 @@ def run(job: Job) -> dict[str, object]:
     if not rows:
         raise UserError("the data stage left no training prompt; look at its counts in data_manifest.json")
     decoder = load_target(job.inputs["fetch"] / target.source, target.format, settings.dtype, job.device)
-    engine = Engine(decoder, settings.context_tokens)
-    tasks = [(f"train-{i:05d}.safetensors", shard) for i, shard in enumerate(cut(rows, settings.shard_rows))]
-    tasks += [(f"{name}.jsonl", evaluation) for name, evaluation in sets.items()]
+    engine = Engine(decoder, settings.context_tokens, token_limit=target.token_count)
+    tasks = [(f"{name}.jsonl", evaluation) for name, evaluation in sets.items()]
+    tasks += [(f"train-{i:05d}.safetensors", shard) for i, shard in enumerate(cut(rows, settings.shard_rows))]
     job.say(f"{len(rows)} prompts for training, {sum(map(len, sets.values()))} for evaluation")
     bar = job.progress([row for _, task in tasks for row in task], unit="prompt")
     counts: Counter[str] = Counter()
@@ -47,8 +47,8 @@ def run(job: Job) -> dict[str, object]:
         for _ in task:
             next(bar)
     next(bar, None)  # past the last row the bar closes
-    for name, _ in tasks:
-        (job.work / name).rename(job.out / name)
+    for name, _ in tasks:  # the work folder keeps its own until the record is written
+        link_or_copy(job.work / name, job.out / name)
     return {**counts, "shards": len(tasks) - len(sets)}
 
 
@@ -79,7 +79,7 @@ def _evaluation(job: Job, engine: Engine, path: Path, rows: list[PromptRow]) -> 
         generated = engine.generate([row["prompt"] for row in shard], _generation(job))
         pairs = zip(shard, generated, strict=True)
         done += [row | {"continuation": one.tokens} for row, one in pairs if one.tokens]
-    if not done:
+    if rows and not done:
         raise UserError(f"{path.name}: no conversation has a continuation")
     done.sort(key=lambda row: str(row["id"]))
     write_jsonl(path, done)

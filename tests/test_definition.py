@@ -158,3 +158,20 @@ def test_the_stages_of_this_repository_stand_in_order() -> None:
 def _define(shop: Workshop, stage: str) -> dict:
     profile = load_profile("toy", shop.root / "profiles")
     return define(shop.root, profile, read_declarations(shop.root)[stage], Digests(shop.root))
+
+
+def test_comments_in_a_table_of_values_do_not_count(tmp_path: Path) -> None:
+    shop = Workshop(tmp_path)
+    shop.write("examples/words.toml", "[a]\nb = 1\n")
+    shop.replace("stages/data.py", '"examples/*.jsonl"', '"examples/*.toml"')
+    shop.run("fetch")
+    before = _define(shop, "data")["files"]
+    shop.write("examples/words.toml", "# Say more.\n[a]\nb   =   1  # and more\n")
+    assert _define(shop, "data")["files"] == before
+    shop.write("examples/words.toml", "[a]\nb = 2\n")
+    assert _define(shop, "data")["files"] != before
+
+
+def test_the_codec_of_norms_is_part_of_what_qat_is() -> None:
+    assert "drafter.codecs.bf16" in code_digests(ROOT, ["stages.qat"])
+

@@ -53,7 +53,7 @@ def run(root: Path, *names: str) -> dict[str, object]:
 
 
 def rows(root: Path) -> list[dict]:
-    return [json.loads(line) for line in (root / "logs/p/downloads.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (root / "vendor/downloads.jsonl").read_text().splitlines()]
 
 
 def names(root: Path) -> set[str]:
@@ -264,7 +264,7 @@ def test_a_package_leaves_its_member_and_the_wheels_run_on_the_grader(tmp_path: 
         *(path.name for path in made.values()),
     }
     assert {row["uri"] for row in rows(tmp_path)} >= {"pkg:pypi/small-model@1.0", "pkg:pypi/abi@1.0"}
-    assert "127.0.0.1" not in (tmp_path / "logs/p/downloads.jsonl").read_text()
+    assert "127.0.0.1" not in (tmp_path / "vendor/downloads.jsonl").read_text()
 
 
 @pytest.mark.parametrize(
@@ -303,6 +303,6 @@ def test_an_index_that_is_not_there_is_a_sentence_without_its_address(
     monkeypatch.setattr(packages, "ATTEMPTS", 1)
     with pytest.raises(UserError, match="cannot be reached") as refusal:
         run(tmp_path)
-    written = (tmp_path / "logs/p/downloads.jsonl").read_text()
+    written = (tmp_path / "vendor/downloads.jsonl").read_text()
     assert "CANARY" not in str(refusal.value) + written + "".join(capfd.readouterr())
     assert "127.0.0.1" not in str(refusal.value) + written

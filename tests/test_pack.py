@@ -71,8 +71,11 @@ def test_architecture_tells_base_target_and_evidence(mill: Mill, output: Path) -
     assert told["training_corpora"] == json.loads((output / "evidence/data_manifest.json").read_text())
     named = [*told["training_evidence_files"], *told["inference_evidence_files"], told["weights"]]
     assert [name for name in named if not (output / name).is_file()] == []
-    evidence = {f"evidence/{name}" for name in files_under(output / "evidence")}
-    assert evidence - set(named) == {"evidence/SHA256SUMS"}
+    assert {f"evidence/records/{stage}.json" for stage in BUILD_STAGES} < set(named)
+    others = ("SHA256SUMS", "data_manifest.json", "logs/downloads.jsonl", "source/stages/teacher.py")
+    assert {f"evidence/{name}" for name in others} < set(named)
+    sums = (output / "evidence" / "SHA256SUMS").read_text().splitlines()
+    assert {line.split("  ")[1] for line in sums} == set(files_under(output / "evidence")) - {"SHA256SUMS"}
     assert set(files_under(output / "drafter")) == {
         name.removeprefix("drafter/") for name in named if name.startswith("drafter/")}
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -225,3 +226,16 @@ def test_the_log_of_a_stage_tells_every_step_and_no_time(
     assert lines[0]["tau_dev"] == metrics["tau_dev_before"]
     assert lines[-1]["tau_dev"] == round(metrics["tau_dev"]["tau"], 4)
     assert metrics["positions_trained"] == sum(line.get("positions", 0) for line in lines)
+
+
+def test_a_loss_that_is_not_finite_stops_at_its_step(
+        rows: list[Row], dev: list[Conversation], tmp_path: Path) -> None:
+    class Broken(Trainer):
+        def _backward(self, batch: Any) -> Any:
+            result = super()._backward(batch)
+            return result._replace(total=result.total * float("nan")) if self.step == 2 else result
+
+    trainer = make_trainer(tmp_path, kind=Broken)
+    with pytest.raises(UserError, match=r"step 3: the loss \(nan\)"):
+        trainer.train(rows, dev)
+    assert trainer.step == 2

@@ -14,6 +14,7 @@ from torch.func import functional_call
 from drafter.config import ModelConfig
 from drafter.model import EMBEDDING, HEAD, Decoder
 from drafter.replay import Conversation, Tau, simulate, summary
+from stages.errors import UserError
 from stages.job import Job
 from stages.models.target import DTYPES
 from stages.training.batches import Batch, Schedule, collate, trainable
@@ -135,7 +136,12 @@ class Trainer:
         for group in self.optimiser.param_groups:
             group["lr"] = rate
         result = self._backward(batch)
-        torch.nn.utils.clip_grad_norm_(self.masters.values(), self.settings.clip_norm)
+        norm = torch.nn.utils.clip_grad_norm_(self.masters.values(), self.settings.clip_norm)
+        if not torch.isfinite(norm + result.total.detach()):
+            raise UserError(
+                f"step {self.step + 1}: the loss ({float(result.total.detach())}) or its gradient's norm "
+                f"({float(norm)}) is not finite; lower learning_rate"
+            )
         self.optimiser.step()
         self.optimiser.zero_grad(set_to_none=True)
         self.step += 1

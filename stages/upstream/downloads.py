@@ -7,14 +7,16 @@ from pathlib import Path
 from stages.upstream.pip import without_addresses
 from stages.wrapper.redaction import hide_secrets
 
+DOWNLOADS = "downloads.jsonl"
+
 
 class Downloads:
-    """Appends to logs/<profile>/downloads.jsonl, which outlives runs: a failed attempt stays in it."""
+    """Appends to vendor/downloads.jsonl, which lives as long as the files; failures stay in it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()  # where all is in vendor/ already the log is empty, and still evidence
+        path.touch()  # where all was brought by hand the log is empty, and still evidence
 
     def succeeded(self, uri: str, revision: str, *, size: int, sha256: str, method: str) -> None:
         """Log a file that came whole and hashed right; `size` in bytes."""

@@ -2,12 +2,15 @@
 
 import fnmatch
 import importlib.metadata
+import json
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from stages.errors import UserError
+from stages.files import digest_of
 from stages.profile import Profile
 from stages.wrapper.code import code_digests, syntax_digest
 from stages.wrapper.declaration import Declaration, fill, values_at
@@ -46,10 +49,21 @@ def define(root: Path, profile: Profile, declaration: Declaration, digests: Dige
         "libraries": _libraries(declaration),
         "code": code_digests(root, [f"stages.{declaration.stage}", *sorted(plugins)]),
         "inputs": taken_subjects(root, profile.name, declaration, config),
-        # Shipped code counts as imported code does: by what the interpreter obeys, not by its comments.
-        "files": {name: syntax_digest(path) if path.suffix == ".py" else digests.of(path)
-                  for name, path in files.items()},
+        "files": {name: _meaning(path, digests) for name, path in files.items()},
     }
+
+
+def _meaning(path: Path, digests: Digests) -> str:
+    """Digest a file without its comments: Python by its syntax tree, TOML by its values, others by bytes."""
+    if path.suffix == ".py":
+        return syntax_digest(path)
+    if path.suffix == ".toml":
+        try:
+            values = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise UserError(f"{path}: not TOML: {error}") from error
+        return digest_of(json.loads(json.dumps(values, default=str)))
+    return digests.of(path)
 
 
 def config_of(profile: Profile, declaration: Declaration) -> dict[str, Any]:
