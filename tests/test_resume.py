@@ -75,13 +75,15 @@ def _progress(mill: Mill, stage: str) -> int:
 def _plant_debris(mill: Mill, stage: str) -> list[str]:
     """Leave what a kill while writing could; return the names of the files that are whole."""
     whole = [path for path in mill.work(stage, FINISHED[stage]) if path.suffix != ".partial"]
+    # The sets of conversations come whole by one rename; shards and checkpoints are looked into as well.
+    first = next((path for path in whole if path.suffix == ".safetensors"), None)
     for path in whole:
-        cut = path if stage == "teacher" else path.with_name("checkpoint-00000099.safetensors")
         content = path.read_bytes()
         path.with_suffix(".partial").write_bytes(content[:1000])
-        if path == whole[0]:
+        if path == first:
+            cut = path if stage == "teacher" else path.with_name("checkpoint-00000099.safetensors")
             cut.write_bytes(content[: len(content) // 2])
-    return [path.name for path in (whole[1:] if stage == "teacher" else whole)]
+    return [path.name for path in whole if stage != "teacher" or path != first]
 
 
 def _killed_then_shortened(mill: Mill) -> Mill:
