@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from drafter.model import Attend, Decoder
+from drafter.model import AttendByLayer, Decoder
 
 
 class KVCache:
@@ -55,7 +55,7 @@ class KVCache:
         last_b = torch.tensor(sizes, device=device) - 1
         return hidden_btd[torch.arange(count, device=device), last_b]  # type: ignore[no-any-return]
 
-    def _attend(self, rows: slice, positions_bt: Tensor, columns_bt: Tensor, context: int) -> Attend:
+    def _attend(self, rows: slice, positions_bt: Tensor, columns_bt: Tensor, context: int) -> AttendByLayer:
         """Return the attention of these rows: it writes the new columns, then reads those in use."""
         count, width = positions_bt.shape
         index_b1 = torch.arange(rows.start, rows.stop, device=positions_bt.device)[:, None]

@@ -4,6 +4,7 @@ Parameter names are the ones transformers uses, so a checkpoint's tensors load b
 given from outside: `causal` for training, a KV cache for drafting.
 """
 
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -19,14 +20,22 @@ EMBEDDING = "model.embed_tokens.weight"
 class Attend(Protocol):
     """How the queries of one layer meet keys and values."""
 
-    def __call__(
-        self, layer: int, queries_bhtd: Tensor, keys_bktd: Tensor, values_bktd: Tensor, /
-    ) -> Tensor:
+    def __call__(self, queries_bhtd: Tensor, keys_bktd: Tensor, values_bktd: Tensor, /) -> Tensor:
         """Return the attended values, [batch, heads, tokens, head_dim]."""
         ...
 
 
-def causal(_layer: int, queries_bhtd: Tensor, keys_bktd: Tensor, values_bktd: Tensor) -> Tensor:
+class AttendByLayer(Protocol):
+    """The same for a whole model, where each layer has keys and values of its own to look up."""
+
+    def __call__(
+        self, layer: int, queries_bhtd: Tensor, keys_bktd: Tensor, values_bktd: Tensor, /
+    ) -> Tensor:
+        """Return the attended values of a layer, [batch, heads, tokens, head_dim]."""
+        ...
+
+
+def causal(queries_bhtd: Tensor, keys_bktd: Tensor, values_bktd: Tensor) -> Tensor:
     """Attend from each token to itself and those before it; right padding needs no mask."""
     groups = queries_bhtd.shape[1] // keys_bktd.shape[1]
     keys_bhtd = keys_bktd.repeat_interleave(groups, dim=1)
@@ -52,9 +61,8 @@ class RmsNorm(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions; Qwen3 also normalises queries and keys by head."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.layer = layer
         self.head_dim = config.head_dim
         inner, kv_inner = config.heads * config.head_dim, config.kv_heads * config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, inner, bias=False)
@@ -70,7 +78,7 @@ class Attention(nn.Module):
         queries_bhtd = self.q_norm(self.q_proj(x_btd).view(heads)).transpose(1, 2)
         keys_bktd = self.k_norm(self.k_proj(x_btd).view(heads)).transpose(1, 2)
         values_bktd = self.v_proj(x_btd).view(heads).transpose(1, 2)
-        out_bhtd = attend(self.layer, rotate(queries_bhtd, rotary), rotate(keys_bktd, rotary), values_bktd)
+        out_bhtd = attend(rotate(queries_bhtd, rotary), rotate(keys_bktd, rotary), values_bktd)
         return self.o_proj(out_bhtd.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
@@ -92,10 +100,10 @@ class Mlp(nn.Module):
 class Layer(nn.Module):
     """One pre-norm decoder layer."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.input_layernorm = RmsNorm(config.hidden_size, config.rms_eps)
-        self.self_attn = Attention(config, layer)
+        self.self_attn = Attention(config)
         self.post_attention_layernorm = RmsNorm(config.hidden_size, config.rms_eps)
         self.mlp = Mlp(config)
 
@@ -111,7 +119,7 @@ class Trunk(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config, index) for index in range(config.layers))
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
         self.norm = RmsNorm(config.hidden_size, config.rms_eps)
 
 
@@ -125,18 +133,19 @@ class Decoder(nn.Module):
         if not config.tied:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def forward(self, tokens_bt: Tensor, positions_bt: Tensor, attend: Attend = causal) -> Tensor:
+    def forward(self, tokens_bt: Tensor, positions_bt: Tensor,
+                attend: AttendByLayer | None = None) -> Tensor:
         """Return the normalised hidden states, [batch, tokens, hidden].
 
         Args:
             tokens_bt: token ids, [batch, tokens].
             positions_bt: each token's position in its own conversation, [batch, tokens] (batch may be 1).
-            attend: how tokens attend.
+            attend: how tokens attend; `causal` unless told otherwise.
         """
         x_btd = self.model.embed_tokens(tokens_bt)
         rotary = rotary_tables(positions_bt, self.config)
-        for layer in self.model.layers:
-            x_btd = layer(x_btd, rotary, attend)
+        for index, layer in enumerate(self.model.layers):
+            x_btd = layer(x_btd, rotary, partial(attend, index) if attend else causal)
         return self.model.norm(x_btd)  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:
