@@ -24,7 +24,7 @@ def open_engine(folder: Path, settings: Settings) -> Engine:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else getattr(torch, settings.dtype_cpu)
     started = time.monotonic()
-    config, tensors = weights.load(folder / WEIGHTS, device)
+    config, tensors = weights.load(folder / WEIGHTS, device, dtype)
     if settings.token_limit > config.vocab_size:
         raise ValueError(
             f"{folder}: token_limit is {settings.token_limit}, but there are {config.vocab_size} embeddings"

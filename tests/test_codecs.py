@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from drafter.codecs import bf16, codec, int4, round_trip
+from drafter.codecs import bf16, codec, decode, int4, round_trip
 
 SMALLEST = 2.0**-126  # the smallest normal number of float32 and bfloat16
 LARGEST = 3.3895313892515355e38  # of bfloat16
@@ -72,7 +72,7 @@ def test_int4_is_the_formula(case: tuple[np.ndarray, int]) -> None:
     codes, steps = reference(weight, group)
     np.testing.assert_array_equal(unpacked(parts), codes)
     np.testing.assert_array_equal(parts[".scales"].float().numpy(), steps)
-    decoded = int4.decode(parts, settings_of(weight, group))
+    decoded = decode(parts, settings_of(weight, group))
     assert decoded.dtype == torch.float32
     np.testing.assert_array_equal(decoded.numpy(), codes * np.repeat(steps, group, axis=1))
 
@@ -82,7 +82,7 @@ def test_int4_is_the_formula(case: tuple[np.ndarray, int]) -> None:
 def test_int4_is_off_by_half_a_step_except_where_it_clips(case: tuple[np.ndarray, int]) -> None:
     weight, group = case
     parts = int4.encode(torch.from_numpy(weight), settings_of(weight, group))
-    decoded = int4.decode(parts, settings_of(weight, group)).double().numpy()
+    decoded = decode(parts, settings_of(weight, group)).double().numpy()
     assert np.isfinite(decoded).all()
     step = np.repeat(parts[".scales"].double().numpy(), group, axis=1)
     wide = weight.astype(np.float64)
@@ -101,7 +101,7 @@ def test_int4_is_idempotent(case: tuple[np.ndarray, int]) -> None:
     weight, group = case
     entry = settings_of(weight, group)
     parts = int4.encode(torch.from_numpy(weight), entry)
-    again = int4.encode(int4.decode(parts, entry), entry)
+    again = int4.encode(decode(parts, entry), entry)
     assert torch.equal(again[".codes"], parts[".codes"])
     assert torch.equal(again[".scales"], parts[".scales"])
 
@@ -144,7 +144,7 @@ def test_int4_refuses_parts_of_another_shape(name: str, shape: tuple[int, ...]) 
     parts = int4.encode(torch.randn(4, 64), entry)
     parts[name] = torch.ones(shape, dtype=parts[name].dtype)
     with pytest.raises(ValueError, match=r"expected shape"):
-        int4.decode(parts, entry)
+        decode(parts, entry)
 
 
 @settings(deadline=None)

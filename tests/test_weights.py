@@ -166,6 +166,8 @@ def rewrite(path: Path, parts: dict[str, torch.Tensor] | None = None, **metadata
     with safe_open(path, framework="pt") as stored:
         fields = stored.metadata() | metadata
     kept = {name: part for name, part in (load_file(path) | (parts or {})).items() if part is not None}
+    if fields.get("sums"):  # what is stored is as its writer meant it
+        fields["sums"] = json.dumps({name: weights.sums_of(part) for name, part in kept.items()})
     save_file(kept, path, metadata={name: text for name, text in fields.items() if text is not None})
 
 

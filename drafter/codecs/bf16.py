@@ -1,16 +1,30 @@
 """bfloat16: half the bytes of float32, for norms and for weights that are not quantised."""
 
+from collections.abc import Iterator
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from drafter.codecs import Settings
+from drafter.codecs import Decoding, Layout, Parts, Settings, row_blocks
 
 
-def encode(weight: Tensor, settings: Settings) -> dict[str, Tensor]:
+def layout(settings: Settings) -> Layout:
+    """One part, of the tensor's own shape."""
+    return {"": (tuple(settings["shape"]), torch.bfloat16)}
+
+
+def encode(weight: Tensor, _settings: Settings, _side: Parts | None = None) -> Parts:
     """Round to the nearest bfloat16."""
     return {"": weight.to(torch.bfloat16)}
 
 
-def decode(parts: dict[str, Tensor], settings: Settings) -> Tensor:
+def blocks(parts: Parts, settings: Settings, device: str) -> Iterator[Decoding]:
     """Widen to float32; exact."""
-    return parts[""].float().reshape(settings["shape"])
+    columns = settings["shape"][1] if len(settings["shape"]) > 1 else 1
+    for rows in row_blocks(settings["shape"][0], columns):
+        yield partial(_decode, parts[""], rows, device)
+
+
+def _decode(stored: Tensor, rows: slice, device: str) -> tuple[slice, Tensor]:
+    return rows, stored[rows].to(device).float()
