@@ -34,18 +34,16 @@ class Row:
 def write_shard(path: Path, prompts: list[list[int]], generated: list[Generated]) -> None:
     """Write rows to one shard, its counts in the header; rows without a token are left out."""
     kept = [(prompt, row) for prompt, row in zip(prompts, generated, strict=True) if row.tokens]
-    tokens = sum(len(row.tokens) for _, row in kept)
-    width = len(kept[0][1].topk_ids[0]) if kept else 0
-    ids = [row.topk_ids for _, row in kept]
-    logprobs = [row.topk_logprobs for _, row in kept]
+    width = kept[0][1].topk_ids.shape[1] if kept else 0
     tensors = {
         "prompt_ids": _joined([prompt for prompt, _ in kept]),
         "prompt_offsets": _offsets([prompt for prompt, _ in kept]),
         "continuation_ids": _joined([row.tokens for _, row in kept]),
         "continuation_offsets": _offsets([row.tokens for _, row in kept]),
-        "topk_ids": torch.tensor([k for rows in ids for k in rows], dtype=torch.int32).view(tokens, width),
-        "topk_logprobs": torch.tensor([k for rows in logprobs for k in rows]).half().view(tokens, width),
+        "topk_ids": torch.cat([torch.zeros(0, width).int(), *(row.topk_ids for _, row in kept)]),
+        "topk_logprobs": torch.cat([torch.zeros(0, width), *(row.topk_logprobs for _, row in kept)]).half(),
     }
+    tokens = len(tensors["continuation_ids"])
     counts = Counter({"rows": len(kept), "tokens": tokens})
     counts.update(f"ended_{row.ended}" for _, row in kept)
     tensorfile.save(tensors, path, {name: str(count) for name, count in counts.items()})

@@ -1,0 +1,56 @@
+"""CUDA graphs: a step of static shape is recorded once and replayed, so that Python costs nothing."""
+
+# mypy: disable-error-code=no-untyped-call
+
+import gc
+import logging
+from collections.abc import Callable, Hashable
+
+import torch
+
+from drafter import logs
+
+
+class Graphs:
+    """Runs steps by key: from a graph on a GPU, eagerly on a CPU or once a capture has failed.
+
+    A step must read and write tensors that stay in place, and must not look at their values.
+    """
+
+    def __init__(self, device: torch.device, enabled: bool = True) -> None:
+        self.enabled = enabled and device.type == "cuda"
+        self.captured: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        if self.enabled:
+            self.pool = torch.cuda.graph_pool_handle()
+            self.stream = torch.cuda.Stream()
+
+    def run(self, key: Hashable, step: Callable[[], None]) -> None:
+        """Do a step once. `key` names all that the step's shapes depend on."""
+        graph = self.captured.get(key)
+        if graph is not None:
+            graph.replay()
+            return
+        # The first step of a key runs eagerly: it does the work, and warms up what the capture needs.
+        step()
+        if self.enabled:
+            self._capture(key, step)
+
+    def _capture(self, key: Hashable, step: Callable[[], None]) -> None:
+        graph, collecting = torch.cuda.CUDAGraph(), gc.isenabled()
+        gc.disable()  # a collection in mid-capture may free what may not be freed there
+        try:
+            torch.cuda.synchronize()
+            with torch.cuda.stream(self.stream):
+                graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+                try:
+                    step()
+                finally:
+                    graph.capture_end()
+            torch.cuda.synchronize()
+            self.captured[key] = graph
+        except RuntimeError as error:
+            self.enabled = False
+            logs.event(logging.WARNING, "CUDA graphs are not used", reason=logs.described(error))
+        finally:
+            if collecting:
+                gc.enable()

@@ -1,0 +1,222 @@
+"""Rows that generate side by side: all their state in tensors of fixed place, moved on by one step.
+
+The host never looks at a token: a step reads the latest token of each row, writes its keys and values,
+chooses the next one and says which rows have ended.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from drafter.attention import AttendOne
+from drafter.choice import Choice, greedy, sampled
+from drafter.model import AttendByLayer, Decoder, causal
+
+CAP, STOP, REPEAT = range(3)
+ENDS = ("cap", "stop", "repeat")
+
+
+@dataclass(frozen=True)
+class Generation:
+    """How continuations are generated.
+
+    Attributes:
+        max_tokens: the cap of a continuation.
+        stop_ids: ids that end one; the stop id is its last token.
+        top_k: how many of the most likely tokens are reported at each position; 0 for none.
+        stop_on_repeat: n > 0 ends a continuation before the first n-gram of it that recurs.
+        temperature: 0 is greedy; above it tokens are sampled.
+        top_p: when sampling, the smallest set of tokens with this probability is drawn from.
+        seed: of the sampling.
+    """
+
+    max_tokens: int
+    stop_ids: tuple[int, ...] = ()
+    top_k: int = 0
+    stop_on_repeat: int = 0
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+@dataclass
+class Generated:
+    """One continuation.
+
+    Attributes:
+        tokens: its token ids.
+        topk_ids: the most likely tokens at each of its positions, [tokens, k], int32.
+        topk_logprobs: their natural-log probabilities, [tokens, k], float32.
+        ended: why it ended: "stop", "repeat" or "cap".
+    """
+
+    tokens: list[int]
+    topk_ids: Tensor = field(default_factory=lambda: torch.zeros((0, 0), dtype=torch.int32))
+    topk_logprobs: Tensor = field(default_factory=lambda: torch.zeros((0, 0)))
+    ended: str = "cap"
+
+
+class Rows:
+    """State of a number of rows, each of which holds one prompt and its continuation, or waits.
+
+    A row's latest token is not yet in the cache: its keys and values are written by the step that reads it.
+
+    Args:
+        decoder: the model.
+        attend_one: attention of one new token a row.
+        settings: how continuations are generated.
+        token_limit: ids from here on are never chosen.
+        count: rows.
+        columns: the most tokens of a prompt and its continuation.
+    """
+
+    def __init__(self, decoder: Decoder, attend_one: AttendOne, settings: Generation, token_limit: int, *,
+                 count: int, columns: int) -> None:
+        self.decoder, self.attend_one = decoder, attend_one
+        self.count, self.columns = count, columns
+        self.settings, self.token_limit = settings, token_limit
+        config, weight = decoder.config, decoder.head_weight
+        cap, device = settings.max_tokens, weight.device
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        shape = (config.layers, count, config.kv_heads, columns, config.head_dim)
+        self.keys_lbkcd = zeros(*shape, dtype=weight.dtype)
+        self.values_lbkcd = zeros(*shape, dtype=weight.dtype)
+        self.latest_b, self.lengths_b, self.counts_b = zeros(count), zeros(count), zeros(count)
+        self.active_b = zeros(count, dtype=torch.bool)
+        self.ended_b = zeros(count, dtype=torch.int8)
+        # One place more than the cap, where rows that have ended or wait write.
+        self.tokens_bc = zeros(count, cap + 1)
+        self.topk_ids_bck = zeros(count, cap + 1, settings.top_k, dtype=torch.int32)
+        self.topk_logprobs_bck = zeros(count, cap + 1, settings.top_k, dtype=torch.float32)
+        self.draws_bc = zeros(count, cap + 1 if settings.temperature else 0, dtype=torch.float32)
+        # At [row, i] how many tokens up to the i-th equal as many up to the latest one.
+        self.runs_bc = zeros(count, cap if settings.stop_on_repeat else 0, dtype=torch.int16)
+        self.stops_s = torch.tensor(settings.stop_ids, dtype=torch.int64, device=device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the rows are."""
+        return self.latest_b.device
+
+    def prefill(self, rows: Sequence[int], prompts: Sequence[list[int]]) -> None:
+        """Begin these prompts in these rows: all but their last tokens go to the cache.
+
+        Args:
+            rows: where to.
+            prompts: token ids, padded on the right to the longest: best of like length.
+        """
+        index_b = self._tensor(rows)
+        width = max(map(len, prompts)) - 1
+        if width:
+            padded = [prompt[:-1] + [0] * (width + 1 - len(prompt)) for prompt in prompts]
+            positions_1t = torch.arange(width, device=self.device)[None]
+            self.decoder(self._tensor(padded), positions_1t, self._fill(index_b))
+        self.latest_b[index_b] = self._tensor([prompt[-1] for prompt in prompts])
+        self.lengths_b[index_b] = self._tensor([len(prompt) - 1 for prompt in prompts])
+        self.counts_b[index_b] = 0
+        self.runs_bc[index_b] = 0
+        self.active_b[index_b] = True
+
+    def step(self, count: int, context: int) -> None:
+        """Move the first `count` rows on by one token.
+
+        Args:
+            count: rows; those that have ended or wait stay as they are.
+            context: more than the tokens that any of them has in the cache.
+        """
+        hidden_btd = self.decoder(
+            self.latest_b[:count, None], self.lengths_b[:count, None], self._extend(count, context)
+        )
+        logits_bv = self.decoder.logits(hidden_btd[:, 0])[:, : self.token_limit]
+        if self.settings.temperature:
+            draws_b = self.draws_bc[:count].gather(1, self.counts_b[:count, None])[:, 0]
+            choice = sampled(
+                logits_bv, self.settings.top_k, draws_b, self.settings.temperature, self.settings.top_p
+            )
+        else:
+            choice = greedy(logits_bv, self.settings.top_k)
+        self._note(count, choice)
+
+    def _note(self, count: int, choice: Choice) -> None:
+        """Write down what was chosen, and end the rows that are to end."""
+        tokens_b, cap = choice.tokens_b, self.settings.max_tokens
+        active_b, counts_b = self.active_b[:count], self.counts_b[:count]
+        stop_b = (tokens_b[:, None] == self.stops_s).any(1)
+        repeat_b = self._repeats(count, tokens_b)
+        full_b = counts_b + 1 >= cap
+        place_b = torch.where(active_b, counts_b, cap)
+        index_b = torch.arange(count, device=self.device)
+        self.tokens_bc[index_b, place_b] = tokens_b
+        self.topk_ids_bck[index_b, place_b] = choice.topk_ids_bk.int()
+        self.topk_logprobs_bck[index_b, place_b] = choice.topk_logprobs_bk
+        reason_b = torch.where(stop_b, STOP, torch.where(repeat_b, REPEAT, CAP)).to(torch.int8)
+        cut_b = (repeat_b & ~stop_b) * self.settings.stop_on_repeat
+        self.ended_b[:count] = torch.where(active_b, reason_b, self.ended_b[:count])
+        self.latest_b[:count] = torch.where(active_b, tokens_b, self.latest_b[:count])
+        self.lengths_b[:count] += active_b
+        self.counts_b[:count] += active_b * (1 - cut_b)
+        self.active_b[:count] &= ~(stop_b | repeat_b | full_b)
+
+    def _repeats(self, count: int, tokens_b: Tensor) -> Tensor:
+        """Say of which rows the last n-gram, with this token, stands earlier in the continuation too."""
+        size = self.settings.stop_on_repeat
+        if not size:
+            return torch.zeros_like(self.active_b[:count])
+        earlier_c = torch.arange(self.settings.max_tokens, device=self.device)
+        same_bc = self.tokens_bc[:count, :-1] == tokens_b[:, None]
+        same_bc &= earlier_c < self.counts_b[:count, None]
+        grown_bc = functional.pad(self.runs_bc[:count, :-1], (1, 0)) + 1
+        self.runs_bc[:count] = torch.where(same_bc, grown_bc, 0)
+        return (self.runs_bc[:count] >= size).any(1)
+
+    def _extend(self, count: int, context: int) -> AttendByLayer:
+        def attend(layer: int, queries_bhtd: Tensor, keys_bktd: Tensor, values_bktd: Tensor) -> Tensor:
+            return self.attend_one(
+                queries_bhtd[:, :, 0], (keys_bktd[:, :, 0], values_bktd[:, :, 0]),
+                (self.keys_lbkcd[layer], self.values_lbkcd[layer]), self.lengths_b[:count], context,
+            )[:, :, None]  # fmt: skip
+
+        return attend
+
+    def _fill(self, rows_b: Tensor) -> AttendByLayer:
+        # What pads a row is written beyond its length, where it is overwritten before it can be seen.
+        def attend(layer: int, queries_bhtd: Tensor, keys_bktd: Tensor, values_bktd: Tensor) -> Tensor:
+            width = keys_bktd.shape[2]
+            self.keys_lbkcd[layer][rows_b, :, :width] = keys_bktd
+            self.values_lbkcd[layer][rows_b, :, :width] = values_bktd
+            return causal(queries_bhtd, keys_bktd, values_bktd)
+
+        return attend
+
+    def move(self, sources: Sequence[int], targets: Sequence[int], context: int) -> None:
+        """Copy rows over others; `context` is more than any of their lengths."""
+        source_b, target_b = self._tensor(sources), self._tensor(targets)
+        for cached in (self.keys_lbkcd, self.values_lbkcd):
+            for layer in cached:
+                layer[target_b, :, :context] = layer[source_b, :, :context]
+        for state in (self.latest_b, self.lengths_b, self.counts_b, self.active_b, self.ended_b,
+                      self.tokens_bc, self.topk_ids_bck, self.topk_logprobs_bck, self.draws_bc, self.runs_bc):
+            state[target_b] = state[source_b]
+
+    def read(self, rows: Sequence[int]) -> list[Generated]:
+        """Return what these rows, which have ended, have generated."""
+        index_b = self._tensor(rows)
+        counts, ended = self.counts_b[index_b].tolist(), self.ended_b[index_b].tolist()
+        width = max(counts)
+        tokens_bc = self.tokens_bc[index_b, :width].cpu()
+        ids_bck, logprobs_bck = (
+            part[index_b, :width].cpu() for part in (self.topk_ids_bck, self.topk_logprobs_bck)
+        )
+        return [
+            Generated(tokens_bc[i, :size].tolist(), ids_bck[i, :size], logprobs_bck[i, :size], ENDS[why])
+            for i, (size, why) in enumerate(zip(counts, ended, strict=True))
+        ]
+
+    def _tensor(self, values: Sequence[object]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
