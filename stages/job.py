@@ -29,6 +29,7 @@ class Job:
         seed: the profile's seed.
         device: 'cpu' or 'cuda'.
         log: the stage's log file; events are appended to it as JSON lines.
+        checkpoint_s: seconds between two checkpoints of a long stage; 0 is as often as it can.
     """
 
     stage: str
@@ -40,6 +41,7 @@ class Job:
     seed: int
     device: str
     log: Path
+    checkpoint_s: float = 300.0
 
     def say(self, text: str) -> None:
         """Tell the user one line, and the log."""

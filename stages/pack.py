@@ -27,6 +27,7 @@ SOURCE_PATTERNS = (
     "Makefile", "stages/**/*.py", "stages/sources/templates/*.toml", "profiles/*.toml", "lock/*.in",
     "lock/*.txt", "lock/*.toml", "examples/*.jsonl",
 )
+METHODS = {"scratch": "random weights"} | dict.fromkeys(("target", "source"), "layers of the base")
 BUILD_STAGES = ("fetch", "data", "teacher", "distill", "qat", "wheels")
 
 
@@ -97,6 +98,8 @@ def _architecture(job: Job, config: ModelConfig) -> dict[str, object]:
     if start.base == "source":
         source = find(read_sources(job.root / "lock/sources.toml"), start.source)
         base = {"base_model": source.uri, "base_revision": source.revision}
+    if start.base == "scratch":
+        base = {"base_model": "none", "base_revision": "from-scratch"}
     served = ["serve.sh", *(name for name in files_under(job.out) if name.startswith("drafter/"))]
     return base | {
         "target_model": target.name,
@@ -104,7 +107,8 @@ def _architecture(job: Job, config: ModelConfig) -> dict[str, object]:
         "kept_layers": list(start.layers) or "all",
         "drafter": json.loads(config.to_json()),
         "weights": "model.safetensors",
-        "method": "layers of the base, distilled on the target's greedy text, then trained through rounding",
+        "method": f"{METHODS[start.base]}, distilled on the target's greedy text, then trained through "
+                  "rounding",
         "training_corpora": json.loads((job.inputs["data"] / "data_manifest.json").read_text("utf-8")),
         "training_evidence_files": [f"{EVIDENCE}/{name}" for name in _training_evidence()],
         "inference_evidence_files": [*served, "serving.json", "config.json", "wheels/requirements.txt"],

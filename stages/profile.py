@@ -92,6 +92,7 @@ class Data(Section):
     heldout_share: Share = 0.1
     max_prompt_tokens: Count
     shared_words: Count = 13
+    near_duplicate: Rate = 0.8
     sources: tuple[DataSource, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
@@ -113,19 +114,41 @@ class Teacher(Section):
     context_tokens: Count
 
 
-class Start(Section):
-    """What the drafter starts from: layers of a declared pretrained model, in order."""
+class Shape(Section):
+    """The shape of a drafter that starts from nothing; vocabulary, norms and RoPE are the target's."""
 
-    base: Literal["target", "source"] = "target"
-    source: Name | None = None
-    layers: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    layers: Count
+    hidden_size: Count
+    intermediate_size: Count
+    heads: Count
+    kv_heads: Count
+    head_dim: Count
 
     @model_validator(mode="after")
-    def _in_order(self) -> Self:
+    def _heads_divide(self) -> Self:
+        if self.heads % self.kv_heads or self.head_dim % 2:
+            raise ValueError("heads must be a multiple of kv_heads, and head_dim even")
+        return self
+
+
+class Start(Section):
+    """What the drafter starts from: layers of the target or of another pretrained model, or nothing."""
+
+    base: Literal["target", "source", "scratch"] = "target"
+    source: Name | None = None
+    layers: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    shape: Shape | None = None
+
+    @model_validator(mode="after")
+    def _keys_of_base(self) -> Self:
         if list(self.layers) != sorted(set(self.layers)):
             raise ValueError("layers must be in rising order, each once (empty keeps all)")
         if (self.base == "source") != (self.source is not None):
             raise ValueError("base = 'source' needs source, and only it takes one")
+        if (self.base == "scratch") != (self.shape is not None):
+            raise ValueError("base = 'scratch' needs shape, and only it takes one")
+        if self.base == "scratch" and self.layers:
+            raise ValueError("base = 'scratch' keeps no layers: say how many in shape.layers")
         return self
 
 
@@ -134,20 +157,38 @@ class Training(Section):
 
     dtype: Dtype
     steps: Count
-    batch_rows: Count
+    batch_tokens: Count
     learning_rate: Rate
     warmup_steps: Annotated[int, Field(ge=0)] = 10
     ce_share: Share = 0.5
+    kl: Literal["top-k", "whole"] = "top-k"
     clip_norm: Annotated[float, Field(gt=0)] = 1.0
-    checkpoint_steps: Count = 50
     max_row_tokens: Count = 512
     train_embedding: bool = True
+    optimiser: Literal["adamw", "adamw8bit"] = "adamw"
+    ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    activation_checkpointing: bool = False
+    deterministic: bool = False
+    evaluations: Count = 1
 
     @model_validator(mode="after")
-    def _warmup_below_steps(self) -> Self:
-        if self.warmup_steps >= self.steps:
+    def _fits_together(self) -> Self:
+        if self.steps and self.warmup_steps >= self.steps:
             raise ValueError(f"warmup_steps ({self.warmup_steps}) must be below steps ({self.steps})")
+        if self.max_row_tokens > self.batch_tokens:
+            raise ValueError(f"max_row_tokens ({self.max_row_tokens}) must not be over batch_tokens "
+                             f"({self.batch_tokens}): a row is never split")
         return self
+
+
+class Checkpoints(Section):
+    """Where a killed stage goes on from, and how often a training saves. No part of any key.
+
+    On a rented machine `folder` is best a disk that outlives it; empty is build/<profile>/.work.
+    """
+
+    folder: str = ""
+    minutes: Annotated[float, Field(ge=0)] = 5.0
 
 
 class Distill(Training):
@@ -155,10 +196,30 @@ class Distill(Training):
 
 
 class Qat(Training):
-    """Training through the codec's rounding."""
+    """Training through the codec's rounding; 0 steps only pack.
 
-    codec: Literal["int4"]
+    `codec_embedding` is for embedding and head, where they differ. `group` belongs to int4 and nf4, `clip` (a
+    search for the best clipping) to int4, `fisher_exponent` and `learn_steps` to entropy. `rank` is a low-rank
+    correction's, and `zstd` a level, over any fixed-rate codec; 0 is without.
+    """
+
+    codec: Literal["entropy", "int4", "int8", "fp8", "nf4", "bf16"]
+    codec_embedding: Literal["int4", "int8", "fp8", "nf4", "bf16"] | None = None
+    steps: Annotated[int, Field(ge=0)]
     group: Literal[32, 64, 128] = 32
+    clip: bool = False
+    rank: Annotated[int, Field(ge=0, le=256)] = 0
+    zstd: Annotated[int, Field(ge=0, le=22)] = 0
+    fisher_exponent: Share = 1.0
+    learn_steps: bool = False
+
+    @model_validator(mode="after")
+    def _keys_of_codec(self) -> Self:
+        if self.codec == "entropy" and (self.rank or self.zstd or self.clip or self.codec_embedding):
+            raise ValueError("codec 'entropy' takes no rank, zstd, clip or codec_embedding")
+        if self.codec != "entropy" and (self.learn_steps or self.fisher_exponent != 1.0):
+            raise ValueError("learn_steps and fisher_exponent belong to codec 'entropy'")
+        return self
 
 
 class Serve(Section):
@@ -198,6 +259,7 @@ class Profile(Section):
     qat: Qat
     serve: Serve
     selfcheck: Selfcheck
+    checkpoints: Checkpoints = Checkpoints()
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -1,5 +1,7 @@
 """qat: the drafter is trained through the rounding of its codec, and its weights are packed."""
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,20 +11,27 @@ from torch import Tensor
 
 import drafter.codecs.bf16  # noqa: F401 (norms use it by name; imported, it is part of the key)
 from drafter import weights
-from drafter.codecs import Settings, round_trip
 from drafter.config import ModelConfig
-from drafter.replay import read_conversations
+from drafter.replay import Conversation, read_conversations
+from stages.bits.planner import Planner
+from stages.bits.steps import log_steps
+from stages.bits.views import EntropyView, Packed, RoundTripView, View, fixed_plan
 from stages.errors import UserError
 from stages.files import write_jsonl
 from stages.job import Job
-from stages.training.shards import read_shards
-from stages.training.trainer import Trainer, Weights
+from stages.profile import Limits, Qat
+from stages.training.online import TargetStates, target_states
+from stages.training.rows import Rows, read_rows
+from stages.training.trainer import Trainer
 
-SECTIONS = ("limits", "qat")
-TAKES = ("distill/drafter.safetensors", "teacher/train-*", "teacher/dev.jsonl")
+SECTIONS = ("limits", "target", "qat")
+TAKES = ("fetch/{target.source}/*", "distill/drafter.safetensors", "distill/sensitivity.safetensors",
+         "teacher/train-*", "teacher/dev.jsonl")  # fmt: skip
 FILES = ()
-LIBRARIES = ("torch", "safetensors")
+LIBRARIES = ("torch", "safetensors", "backports.zstd")
 PLUGINS = (("qat.codec", "drafter.codecs"),)
+
+Weights = dict[str, Tensor]
 
 
 def run(job: Job) -> dict[str, object]:
@@ -31,63 +40,104 @@ def run(job: Job) -> dict[str, object]:
     Raises:
         UserError: the packed weights cannot fit the allotment; found before training.
     """
-    path = job.inputs["distill"] / "drafter.safetensors"
+    settings, limits = job.config.qat, job.config.limits
+    quantiser = Quantiser(job, settings, limits, read_drafter(job.inputs["distill"]))
+    dev = read_conversations(job.inputs["teacher"] / "dev.jsonl")
+    metrics = quantiser.run(read_rows(job.inputs["teacher"]), dev, job.out / "drafter.safetensors",
+                            target_states(job, settings))
+    write_jsonl(job.out / "training.jsonl", quantiser.trainer.lines)
+    return metrics
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """What distill leaves: a shape, weights by name, and float32 [rows] of sensitivities for each matrix."""
+
+    config: ModelConfig
+    weights: Weights
+    sensitivities: Weights
+
+
+def read_drafter(folder: Path) -> Drafter:
+    """Read what distill left in a folder."""
+    path = folder / "drafter.safetensors"
     with safe_open(path, framework="pt") as stored:
         config = ModelConfig.from_json(stored.metadata()["config"])
-    start = load_file(path)
-    plan = make_plan(start, job.config.qat.codec, job.config.qat.group)
-    packed_bytes = _check_allotment(job, start, plan)
-    trainer = Trainer(job, job.config.qat, config, start, lambda masters: straight_through(masters, plan))
-    dev = read_conversations(job.inputs["teacher"] / "dev.jsonl")
-    metrics = trainer.train(read_shards(job.inputs["teacher"]), dev)
-    parts = weights.encode(trainer.finished(), plan)
-    weights.save(job.out / "drafter.safetensors", config, plan, parts)
-    write_jsonl(job.out / "training.jsonl", trainer.lines)
-    return metrics | {"packed_bytes": packed_bytes}
+    return Drafter(config, load_file(path), load_file(folder / "sensitivity.safetensors"))
 
 
-def make_plan(tensors: Weights, codec: str, group: int) -> weights.Plan:
-    """Plan a codec for each tensor: matrices by `codec`, norms in bfloat16."""
-    plan: weights.Plan = {}
-    for name, tensor in sorted(tensors.items()):
-        plan[name] = {"codec": "bf16", "shape": list(tensor.shape)}
-        if tensor.ndim == 2:
-            plan[name] |= {"codec": codec, "group": group}
-    return plan
+class Quantiser:
+    """Trains a drafter through its codec's rounding and packs it within an allotment.
 
+    Args:
+        job: its seed, device, places and voice are used.
+        settings: the section `qat`.
+        limits: the section `limits`.
+        start: what it is trained from.
 
-def straight_through(masters: Weights, plan: weights.Plan) -> Weights:
-    """Return what serving will see of the masters; gradients pass as if nothing had been rounded.
-
-    Straight-through estimation: Bengio et al., arXiv 1308.3432.
+    Raises:
+        UserError: the packed weights cannot fit the allotment.
     """
-    return {
-        name: StraightThrough.apply(master, plan[name])  # type: ignore[no-untyped-call]
-        for name, master in masters.items()
-    }
 
+    def __init__(self, job: Job, settings: Qat, limits: Limits, start: Drafter) -> None:
+        self.job, self.settings, self.config = job, settings, start.config
+        self.allotment_bytes = limits.allotment_bytes
+        tensors = {name: tensor.float().to(job.device) for name, tensor in start.weights.items()}
+        self.view: View
+        if settings.codec == "entropy":
+            logs = log_steps(tensors, start.sensitivities, settings.fisher_exponent)
+            planner = Planner(start.config, self.allotment_bytes, job.say)
+            self.view = EntropyView(planner, tensors, logs, settings.learn_steps)
+        else:
+            self.view = RoundTripView(fixed_plan(tensors, settings), tensors)
+            self._check(self.view.pack(start.config, tensors))
+        self.trainer = Trainer(job, settings, start.config, start.weights, self.view)
 
-class StraightThrough(torch.autograd.Function):
-    """Rounds on the way forward, and is the identity on the way back."""
+    def run(self, rows: Rows, dev: list[Conversation], path: Path,
+            target: TargetStates | None = None) -> dict[str, Any]:
+        """Train, write the packed drafter, and return the metrics.
 
-    @staticmethod
-    def forward(ctx: Any, master: Tensor, settings: Settings) -> Tensor:
-        """Return the stored value of a master, bit for bit."""
-        return round_trip(master, settings)
+        Raises:
+            UserError: the packed weights do not fit after all, or are not those of training.
+        """
+        metrics = self.trainer.train(rows, dev, target)
+        masters = self.trainer.finished()
+        before = self._grid()
+        packed = self.view.pack(self.config, masters)
+        self._check(packed)
+        weights.save(path, self.config, packed.plan, packed.parts)
+        self._check_equal(path, masters)
+        tau = metrics["tau_dev"]
+        if self._grid() != before:  # the last fit moved the steps after the last look at tau
+            tau = self.trainer.tau(dev).to_json()
+        weighed = sum(master.numel() for master in masters.values())
+        share = packed.size_bytes / self.allotment_bytes
+        self.job.say(f"packed {packed.size_bytes} bytes, {share:.2%} of the allotment, "
+                     f"{packed.size_bytes * 8 / weighed:.3f} bits a weight")
+        return metrics | {
+            "tau_dev_packed": tau,
+            "packed_bytes": packed.size_bytes,
+            "packed_equals_trained": True,
+            "allotment_share": round(share, 5),
+            "bits_per_weight": round(packed.size_bytes * 8 / weighed, 4),
+        }
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Pass the gradient on as it is."""
-        return gradient, None
+    def _check(self, packed: Packed) -> None:
+        if packed.size_bytes > self.allotment_bytes:
+            raise UserError(
+                f"the weights take {packed.size_bytes} bytes packed by {self.settings.codec}, over the "
+                f"allotment of {self.allotment_bytes} (limits.limit_bytes less reserve_bytes); keep fewer "
+                "start.layers or raise the limit"
+            )
 
+    @torch.no_grad()
+    def _check_equal(self, path: Path, masters: Weights) -> None:
+        """Hold what the server would load to what training saw last, bit for bit."""
+        _, loaded = weights.load(path)
+        for name, seen in self.view(masters).items():
+            if not torch.equal(seen.cpu(), loaded[name]):
+                raise UserError(f"{path}: tensor {name} as packed is not what was trained; this is a fault "
+                                "of draftmill's, please report it")
 
-def _check_allotment(job: Job, start: Weights, plan: weights.Plan) -> int:
-    parts = weights.encode(start, plan)
-    size = sum(part.nbytes for part in parts.values())
-    allotment = job.config.limits.allotment_bytes
-    if size > allotment:
-        raise UserError(
-            f"the weights take {size} bytes packed by {job.config.qat.codec}, over the allotment of "
-            f"{allotment} (limits.limit_bytes less reserve_bytes); keep fewer start.layers or raise the limit"
-        )
-    return size
+    def _grid(self) -> dict[str, float]:
+        return {name: float(rows.double().sum()) for name, rows in self.view.state().items()}

@@ -79,18 +79,18 @@ layers = [0, 1, 3]
 [distill]
 dtype = "bfloat16"
 steps = 12
-batch_rows = 4
+batch_tokens = 640
 learning_rate = 4e-3
 warmup_steps = 2
-checkpoint_steps = 3
 [qat]
 codec = "int4"
 dtype = "bfloat16"
 steps = 9
-batch_rows = 4
+batch_tokens = 640
 learning_rate = 1e-3
 warmup_steps = 2
-checkpoint_steps = 2
+[checkpoints]
+minutes = 0
 """
 SOURCE = """[toy]
 kind = "package"

@@ -1,13 +1,16 @@
 """Batches: the schedule, what a row is cut to, and where the loss looks."""
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trainers import as_rows
 
 from stages.errors import UserError
-from stages.training.batches import Schedule, collate, trainable
-from stages.training.shards import Row
+from stages.training.batches import Schedule, Selection, collate, cut, prefetched
+from stages.training.rows import Row
 
 sizes = st.lists(st.integers(1, 50), min_size=1, max_size=120)
 lengths = st.tuples(st.integers(1, 9), st.integers(1, 7))
@@ -22,111 +25,108 @@ def row(prompt: int, continuation: int, first: int = 0, k: int = 2) -> Row:
 
 
 @settings(deadline=None)
-@given(sizes, st.integers(1, 9), st.integers(0, 5))
-def test_every_epoch_has_every_row_once(sizes: list[int], batch_rows: int, seed: int) -> None:
-    schedule = Schedule(sizes, batch_rows, seed)
-    per_epoch = -(-len(sizes) // batch_rows)
-    for epoch in range(3):
-        batches = [schedule.rows(epoch * per_epoch + step) for step in range(per_epoch)]
-        assert sorted(number for batch in batches for number in batch) == list(range(len(sizes)))
-        assert all(1 <= len(batch) <= batch_rows for batch in batches)
+@given(sizes, st.integers(50, 200), st.integers(0, 5))
+def test_every_epoch_has_every_row_once_in_batches_that_fit(
+        sizes: list[int], batch_tokens: int, seed: int) -> None:
+    schedule, step = Schedule(torch.tensor(sizes), batch_tokens, seed), 0
+    for _ in range(3):
+        seen: list[int] = []
+        while len(seen) < len(sizes):
+            batch = schedule.rows(step)
+            assert 0 < sum(sizes[number] for number in batch) <= batch_tokens
+            seen += batch
+            step += 1
+        assert sorted(seen) == list(range(len(sizes)))
 
 
 @settings(deadline=None)
-@given(sizes, st.integers(1, 9), st.lists(st.integers(0, 60), min_size=1, max_size=12))
+@given(sizes, st.integers(50, 120), st.lists(st.integers(0, 60), min_size=1, max_size=12))
 def test_a_step_has_the_same_rows_wherever_a_run_resumes(
-    sizes: list[int], batch_rows: int, steps: list[int]
-) -> None:
-    through = Schedule(sizes, batch_rows, 4)
+        sizes: list[int], batch_tokens: int, steps: list[int]) -> None:
+    every = torch.tensor(sizes)
+    through = Schedule(every, batch_tokens, 4)
     expected = [through.rows(step) for step in range(61)]
-    jumping = Schedule(sizes, batch_rows, 4)
+    jumping = Schedule(every, batch_tokens, 4)
     for step in steps:
-        assert jumping.rows(step) == Schedule(sizes, batch_rows, 4).rows(step) == expected[step]
-
-
-def test_epochs_and_seeds_differ() -> None:
-    schedule = Schedule([5] * 40, 4, 1)
-    first, second = ([schedule.rows(step) for step in range(at, at + 10)] for at in (0, 10))
-    other = Schedule([5] * 40, 4, 2)
-    assert first != second
-    assert first != [other.rows(step) for step in range(10)]
+        assert jumping.rows(step) == Schedule(every, batch_tokens, 4).rows(step) == expected[step]
 
 
 def test_no_two_epochs_of_near_seeds_coincide() -> None:
     orders = {
-        tuple(map(tuple, (Schedule([1] * 30, 5, seed).rows(epoch * 6 + i) for i in range(6))))
+        tuple(map(tuple, (Schedule(torch.ones(30), 5, seed).rows(epoch * 6 + i) for i in range(6))))
         for seed in range(6)
         for epoch in range(6)
     }
     assert len(orders) == 36
 
 
-def test_batches_hold_rows_of_like_length_and_come_in_no_order_of_length() -> None:
-    generator = torch.Generator().manual_seed(0)
-    sizes = torch.randint(10, 500, (640,), generator=generator).tolist()
-    schedule = Schedule(sizes, 8, 3)
-    batches = [[sizes[number] for number in schedule.rows(step)] for step in range(80)]
-    padded = sum(max(batch) * len(batch) for batch in batches)
-    assert padded < 1.1 * sum(sizes)  # in a plain shuffle it is about 1.75
-    means = torch.tensor([sum(batch) / len(batch) for batch in batches])
-    assert abs(torch.corrcoef(torch.stack((means, torch.arange(80.0))))[0, 1]) < 0.3
+@settings(deadline=None)
+@given(sizes, st.integers(50, 200))
+def test_a_batch_takes_rows_until_the_next_does_not_fit(sizes: list[int], batch_tokens: int) -> None:
+    counts = cut(torch.tensor(sizes), batch_tokens)
+    assert sum(counts) == len(sizes)
+    at = 0
+    for count in counts:
+        taken = sum(sizes[at : at + count])
+        at += count
+        assert taken <= batch_tokens
+        assert at == len(sizes) or taken + sizes[at] > batch_tokens
 
 
 @settings(deadline=None)
-@given(st.lists(lengths, min_size=1, max_size=6))
-def test_collate_points_at_what_predicts_each_token(shape: list[tuple[int, int]]) -> None:
+@given(st.lists(lengths, min_size=1, max_size=6), st.integers(0, 40), st.integers(16, 20))
+def test_collate_points_at_what_predicts_each_token(
+        shape: list[tuple[int, int]], free: int, longest: int) -> None:
     rows = [row(prompt, continuation, 1000 * index) for index, (prompt, continuation) in enumerate(shape)]
-    batch = collate(rows)
-    width = max(prompt + continuation - 1 for prompt, continuation in shape)
-    assert batch.tokens_bt.shape == (len(rows), width)
+    used = sum(prompt + continuation - 1 for prompt, continuation in shape)
+    batch = collate(rows, used + free, longest)
+    bounds = batch.bounds_s.tolist()
+    assert (bounds[0], bounds[-1], len(batch.tokens_t)) == (0, used + free, used + free)
+    assert max(torch.diff(batch.bounds_s).tolist()) <= batch.longest == longest
     at = 0
     for index, one in enumerate(rows):
         text = [*one.prompt.tolist(), *one.continuation.tolist()]
-        assert batch.tokens_bt[index, : len(text) - 1].tolist() == text[:-1]
-        assert not batch.tokens_bt[index, len(text) - 1 :].any()
+        own = slice(bounds[index], bounds[index + 1])
+        assert batch.tokens_t[own].tolist() == text[:-1]
+        assert batch.positions_t[own].tolist() == list(range(len(text) - 1))
         for position, token in enumerate(one.continuation.tolist()):
             predictor = int(batch.predictors_n[at])
-            assert divmod(predictor, width) == (index, len(one.prompt) + position - 1)
-            assert int(batch.tokens_bt.flatten()[predictor]) == token - 1  # the tokens count up
-            assert int(batch.targets_n[at]) == token
-            assert torch.equal(batch.topk_ids_nk[at], one.topk_ids[position])
-            assert torch.equal(batch.topk_logprobs_nk[at], one.topk_logprobs[position])
+            assert predictor == bounds[index] + len(one.prompt) + position - 1
+            assert batch.targets_n[at] == batch.topk_ids_nk[at, 0] == token
+            assert batch.topk_logprobs_nk[at, 0] == -token
             at += 1
-    assert at == len(batch.predictors_n) == len(batch.targets_n) == len(batch.topk_ids_nk)
+    assert at == len(batch.predictors_n)
+    assert not batch.tokens_t[used:].any()  # the fill is nobody's
 
 
-def test_to_moves_every_field() -> None:
-    moved = collate([row(2, 3)]).to("meta")
-    assert {getattr(moved, name).device.type for name in moved.__dataclass_fields__} == {"meta"}
+def test_a_row_is_cut_where_its_last_token_still_has_a_predictor() -> None:
+    long = dataclasses.replace(row(1, 12), prompt=torch.ones(38, dtype=torch.long))
+    kept = Selection(as_rows([long, row(41, 3), row(3, 2)]), 40)
+    assert (len(kept), kept.dropped, kept.numbers.tolist()) == (2, 1, [0, 2])
+    assert kept.sizes.tolist() == [40, 4]
+    first = kept[0]
+    assert len(first.prompt) + len(first.continuation) - 1 == 40
+    assert len(first.continuation) == len(first.topk_ids) == len(first.topk_logprobs) == 3
 
 
-@given(st.lists(st.tuples(st.integers(1, 12), st.integers(0, 9)), min_size=1, max_size=8), st.integers(1, 12))
-def test_rows_are_cut_to_the_limit_and_those_without_a_target_counted(
-    shape: list[tuple[int, int]], limit: int
-) -> None:
-    rows = [row(prompt, continuation) for prompt, continuation in shape]
-    lasting = [one for one in rows if len(one.prompt) <= limit and len(one.continuation) > 0]
-    if not lasting:
-        with pytest.raises(UserError, match=f"none of {len(rows)} rows .* max_row_tokens = {limit}"):
-            trainable(rows, limit)
-        return
-    kept, dropped = trainable(rows, limit)
-    assert dropped == len(rows) - len(lasting)
-    for found, one in zip(kept, lasting, strict=True):
-        assert torch.equal(found.prompt, one.prompt)
-        size = min(len(one.continuation), limit + 1 - len(one.prompt))
-        assert size > 0
-        assert torch.equal(found.continuation, one.continuation[:size])
-        assert torch.equal(found.topk_ids, one.topk_ids[:size])
-        assert torch.equal(found.topk_logprobs, one.topk_logprobs[:size])
-    assert collate(kept).tokens_bt.shape[1] <= limit
+def test_a_set_without_a_token_to_predict_is_refused() -> None:
+    with pytest.raises(UserError, match="none of 2 rows has a continuation token within max_row_tokens = 40"):
+        Selection(as_rows([row(41, 3), row(60, 2)]), 40)
 
 
-def test_three_prompts_of_four_over_the_limit_and_then_all() -> None:
-    long = [row(40, 5) for _ in range(3)]
-    kept, dropped = trainable([*long, row(8, 5)], 32)
-    assert (len(kept), dropped) == (1, 3)
-    with pytest.raises(UserError, match=r"none of 3 rows .* raise it"):
-        trainable(long, 32)
-    with pytest.raises(UserError, match="none of 0 rows"):
-        trainable([], 32)
+def test_rows_of_several_shards_are_numbered_through() -> None:
+    shards = [as_rows([row(2, 3), row(4, 1)]).shards[0], as_rows([row(1, 2, 500)]).shards[0]]
+    rows = type(as_rows([row(1, 1)]))(shards)
+    assert [len(rows[number].prompt) for number in range(len(rows))] == [2, 4, 1]
+    assert rows[2].continuation.tolist() == [501, 502]
+
+
+def test_what_fails_while_a_batch_is_made_reaches_the_trainer() -> None:
+    def batches():
+        yield collate([row(2, 2)])
+        raise ValueError("the second is damaged")
+
+    made = prefetched(batches(), pin=False)
+    assert len(next(made).tokens_t) == 3
+    with pytest.raises(ValueError, match="the second is damaged"):
+        next(made)

@@ -77,8 +77,8 @@ def test_touching_files_comments_and_docstrings_rerun_nothing(copy: Mill) -> Non
     ("stages/distill.py", "LAYER = ", "OTHER = 1\nLAYER = ", {"distill"}),
     ("profiles/toy.toml", "learning_rate = 4e-3", "learning_rate = 3e-3", {"distill"}),
     ("profiles/toy.toml", "layers = [0, 1, 3]", "layers = [0, 2, 3]", {"distill", "pack"}),
-    ("profiles/toy.toml", "checkpoint_steps = 2", "checkpoint_steps = 4", {"qat"}),
-    ("stages/training/trainer.py", "BETAS = (0.9, 0.95)", "BETAS = (0.9, 0.96)", {"distill", "qat"}),
+    ("profiles/toy.toml", "minutes = 0", "minutes = 4", set()),
+    ("stages/training/optimiser.py", "BETAS = (0.9, 0.95)", "BETAS = (0.9, 0.96)", {"distill", "qat"}),
     ("stages/training/shards.py", "kept = [", "unused = 1\n    kept = [", {"teacher", "distill", "qat"}),
     ("drafter/server.py", "import ", "UNUSED = 1\nimport ", {"pack"}),
     ("serve.sh", "umask 077", "umask 027", {"pack"}),
@@ -95,11 +95,11 @@ def test_a_change_is_charged_to_the_stages_that_read_it(
 
 
 def test_a_constant_of_the_training_reruns_it_and_what_follows_alone(copy: Mill) -> None:
-    copy.replace("stages/training/trainer.py", "BETAS = (0.9, 0.95)", "BETAS = (0.9, 0.5)")
+    copy.replace("stages/training/optimiser.py", "BETAS = (0.9, 0.95)", "BETAS = (0.9, 0.5)")
     said = copy.run("pack", "--with-upstream")
     ran = {stage for stage in STAGES if f"{stage}: runs" in said}
     assert ran == {"distill", "qat", "pack"}
-    assert "distill: runs, because code stages.training.trainer changed" in said
+    assert "distill: runs, because code stages.training.optimiser changed" in said
 
 
 def test_two_clean_runs_in_different_folders_give_the_same_payload(

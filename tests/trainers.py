@@ -10,10 +10,11 @@ from conftest import small_config, small_decoder
 
 from stages.job import Job
 from stages.profile import Training
+from stages.training.rows import Row, Rows
 from stages.training.trainer import Trainer
 
-SETTINGS = Training(dtype="float32", steps=8, batch_rows=2, learning_rate=1e-2, warmup_steps=2,
-                    checkpoint_steps=3, max_row_tokens=40)
+SETTINGS = Training(dtype="float32", steps=8, batch_tokens=48, learning_rate=1e-2, warmup_steps=2,
+                    max_row_tokens=40)
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +27,20 @@ def own_settings_of_torch() -> Iterator[None]:
 def make_job(folder: Path) -> Job:
     """A stage's job with all its places under a folder."""
     (folder / "work").mkdir(parents=True, exist_ok=True)
-    return Job("distill", None, {}, folder, folder / "work", folder, 3, "cpu", folder / "distill.log")
+    return Job("distill", None, {}, folder, folder / "work", folder, 3, "cpu", folder / "distill.log",
+               checkpoint_s=0)
+
+
+def as_rows(rows: list[Row]) -> Rows:
+    """The same rows as a teacher's shard holds them."""
+    parts = {"prompt": [row.prompt for row in rows], "continuation": [row.continuation for row in rows]}
+    offsets = {name: torch.tensor([0, *map(len, texts)]).cumsum(0) for name, texts in parts.items()}
+    return Rows([{
+        "prompt_ids": torch.cat(parts["prompt"]), "prompt_offsets": offsets["prompt"],
+        "continuation_ids": torch.cat(parts["continuation"]), "continuation_offsets": offsets["continuation"],
+        "topk_ids": torch.cat([row.topk_ids for row in rows]),
+        "topk_logprobs": torch.cat([row.topk_logprobs for row in rows]),
+    }])  # fmt: skip
 
 
 def make_trainer(folder: Path, settings: Training = SETTINGS, kind: type[Trainer] = Trainer,

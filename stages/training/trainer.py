@@ -1,29 +1,34 @@
 """The training loop that distill and qat share: fixed work, checkpoints, exact resume."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.func import functional_call
 
 from drafter.config import ModelConfig
-from drafter.model import EMBEDDING, HEAD, Decoder
-from drafter.replay import Conversation, Tau, simulate, summary
+from drafter.model import EMBEDDING, HEAD
+from drafter.replay import Conversation, Tau
 from stages.errors import UserError
 from stages.job import Job
 from stages.models.target import DTYPES
-from stages.training.batches import Batch, Schedule, collate, trainable
-from stages.training.loss import Loss, learning_rate, loss
-from stages.training.shards import Row
+from stages.training.batches import Batch, Schedule, Selection, collate, prefetched
+from stages.training.checkpoints import Checkpoints
+from stages.training.evaluation import simulated_tau
+from stages.training.interruption import Interruption
+from stages.training.loss import Loss, Targets, learning_rate
+from stages.training.network import Network
+from stages.training.online import TargetStates
+from stages.training.optimiser import make_optimiser, restore, state_of
+from stages.training.rows import Rows
+from stages.training.sensitivity import RowFisher
+from stages.training.view import Identity, View, Weights
 
-Weights = dict[str, Tensor]
-BETAS = (0.9, 0.95)
 EMBEDDINGS = (EMBEDDING, HEAD)
+PARTS = ("master", "optimiser", "average", "fisher", "state")
+LOOK_STEPS = 16  # how many steps may be under way before their losses are looked at
 
 
 class Trainer:
@@ -34,172 +39,204 @@ class Trainer:
         settings: the stage's Training section.
         config: the drafter's shape.
         start: its tensors under transformers' names, any floating type.
-        view: what the forward pass sees of the masters, e.g. their rounding; gradients pass through it.
+        view: what the forward pass sees of the masters, e.g. their rounding.
     """
 
     def __init__(self, job: Job, settings: Any, config: ModelConfig, start: Weights,
-                 view: Callable[[Weights], Weights] = lambda weights: weights) -> None:
-        torch.use_deterministic_algorithms(True)
-        # Filling fresh memory would cost a tenth of a step on a CPU, and nothing here reads it unwritten.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        self.job, self.settings, self.config, self.view = job, settings, config, view
-        self.dtype = DTYPES[settings.dtype]
+                 view: View | None = None) -> None:
+        set_determinism(settings.deterministic or job.device == "cpu")
+        self.job, self.settings, self.config, self.view = job, settings, config, view or Identity()
         placed = {name: start[name].float().to(job.device).clone() for name in sorted(start)}
         frozen = () if settings.train_embedding else EMBEDDINGS
         self.masters = {name: placed[name].requires_grad_() for name in placed if name not in frozen}
         self.frozen = {name: placed[name] for name in placed if name in frozen}
-        self.frozen_seen = self._seen(self.frozen)
-        self.optimiser = torch.optim.AdamW(
-            self.masters.values(), lr=settings.learning_rate, betas=BETAS, weight_decay=0.0
-        )
-        with torch.device("meta"):
-            self.decoder = Decoder(config)
+        self.trained = self.masters | {f"view/{name}": one for name, one in self.view.parameters().items()}
+        self.averages = {name: master.detach().clone() for name, master in self.masters.items()
+                         } if settings.ema_decay else {}
+        self.network = Network(config, DTYPES[settings.dtype], job.device, compiled=job.device == "cuda",
+                               checkpointing=settings.activation_checkpointing)
+        self.optimiser = make_optimiser(settings.optimiser, list(self.trained.values()))
+        rows = {name: len(tensor) for name, tensor in placed.items() if tensor.ndim == 2}
+        self.fisher = RowFisher(rows, self.frozen, settings.steps, job.device)
+        self.checkpoints = Checkpoints(job.work, job.checkpoint_s)
         self.step = 0
         self.lines: list[dict[str, Any]] = []
+        self.unseen: list[tuple[dict[str, Any], Tensor]] = []  # lines whose losses are still on the device
 
-    def train(self, rows: list[Row], dev: list[Conversation]) -> dict[str, Any]:
+    def train(self, rows: Rows, dev: list[Conversation],
+              target: TargetStates | None = None) -> dict[str, Any]:
         """Run to the last step, resuming from the newest checkpoint, and return the metrics.
 
         Args:
             rows: training rows.
-            dev: conversations on which tau is simulated before and after.
+            dev: conversations on which tau is simulated before, after, and as often as asked in between.
+            target: the target itself, for its whole distribution; without it the rows' top-k is used.
+
+        Raises:
+            UserError: no row can be trained on, a loss is not finite, or a checkpoint cannot be written.
+            SystemExit: a signal asked for it; the state is saved.
         """
-        kept, dropped = trainable(rows, self.settings.max_row_tokens)
-        sizes = [len(row.prompt) + len(row.continuation) for row in kept]
-        schedule = Schedule(sizes, self.settings.batch_rows, self.job.seed)
+        kept = Selection(rows, self.settings.max_row_tokens)
         if not self._resume():
             self._log(step=0, tau_dev=round(self.tau(dev).tau, 4))
-        self.job.say(f"{len(kept)} rows of {sum(sizes)} tokens; {dropped} rows without a token to predict")
-        remaining = range(self.step, self.settings.steps)
-        for step in self.job.progress(remaining, self.settings.steps, unit="step", start=self.step):
-            self._train_step(collate([kept[row] for row in schedule.rows(step)]).to(self.job.device))
-            if self.step % self.settings.checkpoint_steps == 0 or self.step == self.settings.steps:
-                self._save()
-        final = self.tau(dev)
-        self.job.say(f"simulated tau on dev: {self.lines[0]['tau_dev']:.3f} before, {final.tau:.3f} after")
-        self._log(step=self.step, tau_dev=round(final.tau, 4))
-        tokens = sum(line.get("positions", 0) for line in self.lines)
-        return {
-            "rows": len(kept),
-            "rows_dropped": dropped,
-            "target_tokens": sum(len(row.continuation) for row in kept),
-            "positions_trained": tokens,
-            "tau_dev_before": self.lines[0]["tau_dev"],
-            "tau_dev": final.to_json(),
-        }
+        self.job.say(f"{len(kept)} rows of {int(kept.sizes.sum())} tokens; "
+                     f"{kept.dropped} rows without a token to predict")
+        if target:
+            target.prepare(kept)
+        with Interruption() as interruption:
+            for batch in self.job.progress(self._batches(kept, target), self.settings.steps, unit="step",
+                                           start=self.step):
+                self._train_step(*batch)
+                if self.step in self._evaluations():
+                    self._log(step=self.step, tau_dev=round(self.tau(dev).tau, 4))
+                if interruption.asked:
+                    self._stop(interruption.asked)
+                if self.checkpoints.due():
+                    self._save()
+        return self._finish(kept, dev)
 
     def finished(self) -> Weights:
-        """Return all weights at full precision: the masters, detached, and what was never trained."""
-        return self.frozen | {name: master.detach() for name, master in self.masters.items()}
+        """Return all weights at full precision: the masters or their average, and what was never trained."""
+        return self.frozen | (self.averages or {name: one.detach() for name, one in self.masters.items()})
 
     def sensitivities(self) -> Weights:
-        """Return for each trained matrix its rows' mean squared gradient (Adam's v), float32, [rows]."""
-        return {
-            name: self.optimiser.state[master]["exp_avg_sq"].mean(dim=1)
-            for name, master in self.masters.items()
-            if master.ndim == 2
-        }
+        """Return for each matrix its rows' mean squared gradient, float32 [rows]; see RowFisher."""
+        return self.fisher.means()
 
     @torch.no_grad()
     def tau(self, conversations: list[Conversation]) -> Tau:
-        """Simulate tau from one teacher-forced pass over each conversation."""
-        weights = self._weights()
-        steps = []
-        for conversation in conversations:
-            text = [*conversation.prompt, *conversation.continuation[:-1]]
-            hidden_btd = self._hidden(weights, torch.tensor([text], device=self.job.device))
-            hidden_td = hidden_btd[0, len(conversation.prompt) - 1 :]
-            choice_t = self._logits(weights, hidden_td).argmax(-1).cpu()
-            steps.append(simulate(choice_t == torch.tensor(conversation.continuation)))
-        return summary(conversations, steps)
+        """Simulate tau of the weights as they would be finished now."""
+        self.network.load(self.view(self.finished()))
+        return simulated_tau(self.network, conversations, self.job.device)
 
-    def _weights(self) -> Weights:
-        return self.frozen_seen | self._seen(self.masters)
+    def _batches(self, kept: Selection, target: TargetStates | None) -> Iterator[tuple[Batch, Targets]]:
+        schedule = Schedule(kept.sizes, self.settings.batch_tokens, self.job.seed)
+        on_gpu = self.job.device == "cuda"
+        # A compiled layer is made for one number of tokens.
+        width, longest = (self.settings.batch_tokens, self.settings.max_row_tokens) if on_gpu else (0, 0)
+        numbers = [schedule.rows(step) for step in range(self.step, self.settings.steps)]
+        made = (collate([kept[row] for row in rows], width, longest) for rows in numbers)
+        for rows, host in zip(numbers, prefetched(made, on_gpu), strict=True):
+            batch = host.to(self.job.device)
+            known = Targets(batch.targets_n, batch.topk_ids_nk, batch.topk_logprobs_nk)
+            yield batch, target.join(known, rows) if target else known
 
-    def _seen(self, weights: Weights) -> Weights:
-        """What the forward pass sees: matrices in the compute type; norms stay float32."""
-        seen = self.view(weights)
-        return {name: seen[name].to(self.dtype) if seen[name].ndim == 2 else seen[name] for name in seen}
-
-    def _hidden(self, weights: Weights, tokens_bt: Tensor) -> Tensor:
-        positions_1t = torch.arange(tokens_bt.shape[1], device=tokens_bt.device)[None]
-        hidden: Tensor = functional_call(self.decoder, weights, (tokens_bt, positions_1t))
-        return hidden
-
-    def _logits(self, weights: Weights, hidden: Tensor) -> Tensor:
-        return hidden @ weights[EMBEDDING if self.config.tied else HEAD].T
-
-    def _train_step(self, batch: Batch) -> None:
+    def _train_step(self, batch: Batch, targets: Targets) -> None:
+        moved = self.view.begin(self.step, self.settings.steps, self.finished())
         rate = learning_rate(
             self.step, self.settings.steps, self.settings.warmup_steps, self.settings.learning_rate
         )
+        result = self._backward(batch, targets)
+        norm = torch.nn.utils.clip_grad_norm_(self.trained.values(), self.settings.clip_norm)
         for group in self.optimiser.param_groups:
             group["lr"] = rate
-        result = self._backward(batch)
-        norm = torch.nn.utils.clip_grad_norm_(self.masters.values(), self.settings.clip_norm)
-        if not torch.isfinite(norm + result.total.detach()):
-            raise UserError(
-                f"step {self.step + 1}: the loss ({float(result.total.detach())}) or its gradient's norm "
-                f"({float(norm)}) is not finite; lower learning_rate"
-            )
         self.optimiser.step()
         self.optimiser.zero_grad(set_to_none=True)
+        if self.averages:
+            torch._foreach_lerp_(list(self.averages.values()),
+                                 [one.detach() for one in self.masters.values()], 1 - self.settings.ema_decay)
         self.step += 1
-        values = {"loss": result.total, "ce": result.ce, "kl": result.kl}
-        rounded = {name: round(float(value.detach()), 5) for name, value in values.items()}
-        self._log(step=self.step, positions=result.positions, rate=rate, **rounded)
+        self._log(step=self.step, positions=result.positions, rate=rate, **moved)
+        self.unseen.append((self.lines[-1], torch.stack([*result[:3], norm]).detach()))
+        if len(self.unseen) >= LOOK_STEPS or self.job.device == "cpu":
+            self._look()
 
-    def _backward(self, batch: Batch) -> Loss:
-        weights = self._weights()
-        hidden_nd = self._hidden(weights, batch.tokens_bt).flatten(0, 1)[batch.predictors_n]
-        logits_nv = self._logits(weights, hidden_nd)
-        result = loss(
-            logits_nv, batch.targets_n, batch.topk_ids_nk, batch.topk_logprobs_nk, self.settings.ce_share
-        )
-        result.total.backward()  # type: ignore[no-untyped-call]
+    def _backward(self, batch: Batch, targets: Targets) -> Loss:
+        """Leave a batch's gradients in the masters, through the view, and return the loss."""
+        seen = self.view(self.frozen | self.masters)
+        self.network.load(seen)
+        for name, weight in self.network.weights.items():
+            weight.requires_grad_(seen[name].requires_grad or self.fisher.wants(name, self.step))
+        result = self.network.backward(batch, targets, self.settings.ce_share)
+        outputs, gradients = [], []
+        for name, weight in self.network.weights.items():
+            gradient, weight.grad = weight.grad, None
+            if gradient is None:
+                continue
+            if self.fisher.wants(name, self.step):
+                self.fisher.add(name, gradient)
+            if seen[name].requires_grad:
+                outputs.append(seen[name])
+                gradients.append(gradient.to(seen[name].dtype))
+        torch.autograd.backward(outputs, gradients)
         return result
+
+    def _evaluations(self) -> set[int]:
+        count = self.settings.evaluations
+        return {self.settings.steps * number // count for number in range(1, count)}
+
+    def _finish(self, kept: Selection, dev: list[Conversation]) -> dict[str, Any]:
+        self._look()
+        self._save()
+        self.checkpoints.wait()
+        final, before = self.tau(dev), self.lines[0]["tau_dev"]
+        self.job.say(f"simulated tau on dev: {before:.3f} before, {final.tau:.3f} after")
+        self._log(step=self.step, tau_dev=round(final.tau, 4))
+        return {
+            "rows": len(kept),
+            "rows_dropped": kept.dropped,
+            "target_tokens": int(kept.targets.sum()),
+            "positions_trained": sum(line.get("positions", 0) for line in self.lines),
+            "tau_dev_before": before,
+            "tau_dev": final.to_json(),
+        }
+
+    def _stop(self, number: int) -> None:
+        self._save()
+        self.checkpoints.wait()
+        self.job.say(f"stopped by signal {number} after step {self.step}, and saved")
+        raise SystemExit(128 + number)
 
     def _log(self, **line: Any) -> None:
         self.lines.append(line)
 
+    def _look(self) -> None:
+        """Write the losses of the latest steps down; on a GPU waiting for each would leave it idle.
+
+        Raises:
+            UserError: one is not finite.
+        """
+        unseen, self.unseen = self.unseen, []
+        for line, values in unseen:
+            total, ce, kl, norm = values.tolist()
+            if not math.isfinite(total + norm):
+                raise UserError(f"step {line['step']}: the loss ({total}) or its gradient's norm ({norm}) is "
+                                "not finite; lower learning_rate")
+            line |= {"loss": round(total, 5), "ce": round(ce, 5), "kl": round(kl, 5)}
+
     def _save(self) -> None:
-        """Write a checkpoint, then remove those before it; a kill in between leaves a whole one."""
-        tensors = {}
-        for name, master in self.masters.items():
-            state = self.optimiser.state[master]
-            tensors[f"master/{name}"] = master.detach()
-            tensors[f"first/{name}"] = state["exp_avg"]
-            tensors[f"second/{name}"] = state["exp_avg_sq"]
-        path = self.job.work / f"checkpoint-{self.step:08d}.safetensors"
-        partial = path.with_suffix(".partial")
-        save_file(tensors, partial, metadata={"step": str(self.step), "lines": json.dumps(self.lines)})
-        older = self._checkpoints()
-        partial.rename(path)
-        for old in older:
-            old.unlink()
+        self._look()  # what is not finite is never saved
+        tensors = {f"master/{name}": one.detach() for name, one in self.trained.items()}
+        tensors |= {f"optimiser/{name}": one for name, one in state_of(self.optimiser, self.trained).items()}
+        tensors |= {f"average/{name}": one for name, one in self.averages.items()}
+        tensors |= {f"fisher/{name}": one for name, one in self.fisher.sums.items()}
+        tensors |= {f"state/{name}": one for name, one in self.view.state().items()}
+        self.checkpoints.save(self.step, tensors, {"step": str(self.step), "lines": json.dumps(self.lines)})
 
-    def _checkpoints(self) -> list[Path]:
-        return sorted(self.job.work.glob("checkpoint-*.safetensors"))
-
+    @torch.no_grad()
     def _resume(self) -> bool:
         """Load the newest whole checkpoint; say whether there was one."""
-        for path in reversed(self._checkpoints()):
-            try:
-                with safe_open(path, framework="pt") as stored:
-                    header = stored.metadata()
-                tensors = load_file(path, device=self.job.device)
-            except (SafetensorError, OSError):
-                path.unlink()
-                continue
-            self.step, self.lines = int(header["step"]), json.loads(header["lines"])
-            for name, master in self.masters.items():
-                with torch.no_grad():
-                    master.copy_(tensors[f"master/{name}"])
-                self.optimiser.state[master] = {
-                    "step": torch.tensor(float(self.step)),
-                    "exp_avg": tensors[f"first/{name}"],
-                    "exp_avg_sq": tensors[f"second/{name}"],
-                }
-            self.job.say(f"resumes at step {self.step}")
-            return True
-        return False
+        newest = self.checkpoints.newest(self.job.say)
+        if newest is None:
+            return False
+        header, tensors = newest
+        parts: dict[str, Weights] = {kind: {} for kind in PARTS}
+        for path, tensor in tensors.items():
+            kind, _, name = path.partition("/")
+            parts[kind][name] = tensor
+        self.step, self.lines = int(header["step"]), json.loads(header["lines"])
+        held = (("master", self.trained), ("average", self.averages), ("fisher", self.fisher.sums))
+        for kind, places in held:
+            for name, place in places.items():
+                place.copy_(parts[kind][name])
+        restore(self.optimiser, self.trained, parts["optimiser"])
+        self.view.restore(parts["state"])
+        self.job.say(f"resumes at step {self.step}")
+        return True
+
+
+def set_determinism(asked: bool) -> None:
+    """Choose torch's deterministic algorithms for this process, or its fastest."""
+    torch.use_deterministic_algorithms(asked)
+    # Filling fresh memory would cost a tenth of a step on a CPU, and nothing here reads it unwritten.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -45,7 +45,10 @@ class Shop:
 
     def work(self, stage: str, key: str) -> Path:
         """The folder of checkpoints that survives a kill, one for each key."""
-        return self.root / "build" / self.profile.name / ".work" / f"{stage}-{key[:16]}"
+        folder = Path(self.profile.checkpoints.folder).expanduser()
+        own = self.root / "build" / self.profile.name / ".work"
+        place = own if folder == Path() else self.root / folder / self.profile.name
+        return place / f"{stage}-{key[:16]}"
 
     def log(self, stage: str) -> Path:
         """The stage's log."""
@@ -91,7 +94,8 @@ def _work_apart(shop: Shop, declaration: Declaration, definition: dict[str, Any]
     spec = {name: definition[name] for name in ("stage", "config", "seed", "device")}
     spec |= {"inputs": {name: str(folder) for name, folder in inputs.items()}, "out": str(out),
              "work": str(work), "root": str(shop.root), "log": str(log), "result": str(result_path),
-             "key": key, "devices": devices, "parent": os.getpid()}
+             "key": key, "devices": devices, "parent": os.getpid(),
+             "checkpoint_s": 60 * shop.profile.checkpoints.minutes}
     write_atomic(spec_path, canonical_json(spec))
     result_path.unlink(missing_ok=True)
     code = shop.runner.run(Call(

@@ -69,7 +69,7 @@ def _job(spec: dict[str, Any]) -> Job:
     inputs = {stage: Path(folder) for stage, folder in spec["inputs"].items()}
     sections = {name: _section(name, value) for name, value in spec["config"].items()}
     return Job(stage=spec["stage"], config=SimpleNamespace(**sections), inputs=inputs, seed=spec["seed"],
-               device=spec["device"], **paths)
+               device=spec["device"], checkpoint_s=spec["checkpoint_s"], **paths)
 
 
 def _section(name: str, value: object) -> object:
