@@ -7,27 +7,30 @@ into turns; then every user turn becomes a prompt. Dev and example conversations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
-from stages.decontamination import Contaminants, normalised
+from stages.decontamination import Contaminants, words
 from stages.errors import UserError
 from stages.evaluation import SETS, Conversation, read_set
 from stages.files import sha256_file, write_atomic, write_json, write_jsonl
 from stages.job import Job
-from stages.models.tokenizer import Message, Tokenizer, load_tokenizer
+from stages.models.tokenizer import load_tokenizer
 from stages.profile import DataSource
+from stages.sieve import Sieve, Sieved
 from stages.sources import Context, Rejected, Row, load_kind
 from stages.sources.declared import declared
 
 SECTIONS = ("target", "data")
 TAKES = ("fetch/{target.source}/*", "fetch/{data.sources.*.source}/*")
 FILES = ("examples/*.jsonl", "stages/sources/templates/*.toml", "lock/sources.toml")
-LIBRARIES = ("torch", "transformers", "tokenizers", "jinja2", "gguf", "datasets")
+LIBRARIES = ("torch", "transformers", "tokenizers", "jinja2", "gguf", "rensa", "datasets")
 PLUGINS = (("data.sources.*.kind", "stages.sources"),)
 
 SPLITS = ("train", "heldout")
+CHUNK_ROWS = 1024      # are tokenised and sketched at once
 DRAWS_PER_PROMPT = 40  # a source that keeps less than one draw in forty has no more to give
 
 
@@ -47,38 +50,6 @@ class Tally:
         return self.kept.total()
 
 
-class Sieve:
-    """What a conversation has to pass; it remembers what went through, to refuse it a second time."""
-
-    def __init__(self, tokenizer: Tokenizer, contaminants: Contaminants, max_prompt_tokens: int,
-                 template_arguments: Mapping[str, Any]) -> None:
-        self._tokenizer = tokenizer
-        self._contaminants = contaminants
-        self._limit = max_prompt_tokens
-        self._arguments = template_arguments
-        self._seen: set[bytes] = set()
-
-    def fault(self, row: Row) -> str | None:
-        """Return why no turn of a conversation can be used, or None."""
-        texts = [message["content"] for message in row.messages]
-        if not texts or not all(text.strip() for text in texts):
-            return "empty"
-        return "shares words with evaluation" if self._contaminants.touches(texts) else None
-
-    def prompt(self, messages: Sequence[Message]) -> list[int] | str:
-        """Return the ids of a conversation's beginning, or why it cannot be used."""
-        ids = self._tokenizer.prompt(messages, **self._arguments)
-        if len(ids) > self._limit:
-            return "too long"
-        text = "\n".join(normalised(message["content"]) for message in messages)
-        keys = (("same ids", _fingerprint("ids", *ids)), ("same words", _fingerprint("words", text)))
-        for reason, key in keys:
-            if key in self._seen:
-                return reason
-        self._seen.update(key for _, key in keys)
-        return ids
-
-
 def run(job: Job) -> dict[str, object]:
     """Fill job.out with train.jsonl, heldout.jsonl, dev.jsonl, examples.jsonl and data_manifest.json.
 
@@ -90,8 +61,9 @@ def run(job: Job) -> dict[str, object]:
     sets = {name: read_set(job.root, name, tokenizer, target) for name in SETS}
     contaminants = Contaminants(data.shared_words)
     for conversation in (conversation for name in SETS for conversation in sets[name]):
-        contaminants.add(conversation.texts)
-    sieve = Sieve(tokenizer, contaminants, data.max_prompt_tokens, target.template_arguments)
+        contaminants.add([words(text) for text in conversation.texts])
+    sieve = Sieve(tokenizer, contaminants, data.max_prompt_tokens, data.near_duplicate,
+                  target.template_arguments)
     context = Context(job, tokenizer)
     lines: dict[str, list[tuple[str, str]]] = {split: [] for split in SPLITS}
     entries = []
@@ -116,27 +88,35 @@ def run(job: Job) -> dict[str, object]:
 def _gathered(source: DataSource, context: Context, sieve: Sieve, tally: Tally
               ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (split, prompt row) until the source's number of prompts is reached or it has no more."""
-    for row in load_kind(source.kind).rows(source, context):
-        if tally.prompts >= source.rows or tally.conversations >= source.rows * DRAWS_PER_PROMPT:
-            return
-        tally.conversations += 1
-        reason = row.reason if isinstance(row, Rejected) else sieve.fault(row)
-        if isinstance(row, Rejected) or reason is not None:
-            tally.dropped[str(reason)] += 1
+    found = load_kind(source.kind).rows(source, context)
+    while chunk := list(islice(found, min(CHUNK_ROWS, max(1, source.rows - tally.prompts)))):
+        sieved = sieve.pass_through([row for row in chunk if isinstance(row, Row)])
+        for row in chunk:
+            if tally.prompts >= source.rows or tally.conversations >= source.rows * DRAWS_PER_PROMPT:
+                return
+            tally.conversations += 1
+            if isinstance(row, Rejected):
+                tally.dropped[row.reason] += 1
+            else:
+                yield from _prompts(source, context, next(sieved), tally)
+
+
+def _prompts(source: DataSource, context: Context, one: Sieved, tally: Tally
+             ) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Count one conversation, and yield its prompts."""
+    row = one.row
+    tally.dropped.update(turn for turn in (one.fault, *one.turns) if isinstance(turn, str))
+    split = split_of(context.job.seed, source.id, row.family, context.job.config.data.heldout_share)
+    for turn, ids in enumerate(one.turns):
+        if isinstance(ids, str):
             continue
-        split = split_of(context.job.seed, source.id, row.family, context.job.config.data.heldout_share)
-        for turn in range(0, len(row.messages), 2):
-            ids = sieve.prompt(row.messages[: turn + 1])
-            if isinstance(ids, str):
-                tally.dropped[ids] += 1
-                continue
-            tally.kept[split] += 1
-            tally.categories[row.category] += 1
-            tally.languages[row.language] += 1
-            yield split, {
-                "id": f"{source.id}/{row.family}/{tally.conversations}/{turn // 2}", "category": row.category,
-                "source": source.id, "family": f"{source.id}/{row.family}", "prompt": ids,
-            }
+        tally.kept[split] += 1
+        tally.categories[row.category] += 1
+        tally.languages[row.language] += 1
+        yield split, {
+            "id": f"{source.id}/{row.family}/{tally.conversations}/{turn}", "category": row.category,
+            "source": source.id, "family": f"{source.id}/{row.family}", "prompt": ids,
+        }
 
 
 def split_of(seed: int, source: str, family: str, heldout_share: float) -> str:
@@ -183,7 +163,3 @@ def _manifest(job: Job, entries: list[dict[str, Any]], sets: Mapping[str, list[C
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _fingerprint(kind: str, *parts: object) -> bytes:
-    return hashlib.blake2b(repr((kind, parts)).encode(), digest_size=12).digest()

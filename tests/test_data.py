@@ -78,7 +78,7 @@ def test_an_empty_turn_drops_the_conversation(build: Build) -> None:
 def test_the_same_prompt_is_kept_once_over_all_sources(build: Build) -> None:
     built = build([KEEP, row("again", KEEP.messages[0]["content"])], [KEEP, row("new", "What is peat?")])
     assert len(built.train) == 2
-    assert built.dropped == {"same ids": 2}
+    assert built.dropped == {"same words": 2}
 
 
 def test_the_same_words_are_kept_once(build: Build) -> None:
@@ -212,7 +212,7 @@ def test_the_manifest_accounts_for_every_conversation(build: Build) -> None:
                    row("m", "What is 2 + 2, and why?", category="math")])
     (entry,) = built.manifest["sources"]
     assert entry["conversations_read"] == 4
-    assert entry["dropped"] == {"empty": 1, "same ids": 1}
+    assert entry["dropped"] == {"empty": 1, "same words": 1}
     assert (entry["prompts_kept"], entry["prompts_by_category"]) == (2, {"math": 1, "writing": 1})
     assert entry["author"] == "a test"
     assert built.manifest["evaluation"]["dev"]["use"] == "evaluation only"

@@ -3,23 +3,31 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.decontamination import Contaminants, normalised, words
+from stages.decontamination import Contaminants, words
 
 LONG = ("My neighbour keeps twelve hens in a yard that is far too small and every morning at five "
         "they wake the whole street.")
 WORD = st.text(alphabet="abcdefghij", min_size=1, max_size=6)
 
 
-def planted(*texts: str, shared_words: int = 13) -> Contaminants:
-    contaminants = Contaminants(shared_words)
-    contaminants.add(texts)
-    return contaminants
+class Planted:
+    """Contaminants of one conversation, asked with texts."""
+
+    def __init__(self, *texts: str, shared_words: int = 13) -> None:
+        self.found = Contaminants(shared_words)
+        self.found.add([words(text) for text in texts])
+
+    def touches(self, texts: list[str]) -> bool:
+        return self.found.touches([words(text) for text in texts])
+
+
+planted = Planted
 
 
 def test_words_are_lower_case_without_punctuation() -> None:
     assert words("Don’t STOP—it's “Größe” 3.5%!") == ["dont", "stop", "its", "grösse", "3", "5"]
     assert words("日本 ok") == ["日", "本", "ok"]
-    assert normalised("Why,  NOT?\n") == "why not"
+    assert words("Why,  NOT?\n") == ["why", "not"]
 
 
 def test_the_same_and_the_lightly_edited_are_caught() -> None:

@@ -20,6 +20,9 @@ class Tokenizer:
 
     def __init__(self, backend: PreTrainedTokenizerBase) -> None:
         self._backend = backend
+        self._fast: Fast = backend.backend_tokenizer
+        self._fast.no_truncation()
+        self._fast.no_padding()
         self.special_ids = frozenset(
             index for index, token in backend.added_tokens_decoder.items() if token.special
         )
@@ -42,6 +45,15 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, special tokens included."""
         return self._backend.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text, as `encode` does but many at once, on all cores."""
+        found = self._fast.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in found]
+
+    def decode_batch(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        """Return the text of each row of ids, as `decode` does but many at once, on all cores."""
+        return list(self._fast.decode_batch([list(row) for row in rows], skip_special_tokens=False))
 
     def render(self, messages: Sequence[Message], **template_arguments: Any) -> str:
         """Return the chat template's text of a conversation, open for the assistant's answer."""

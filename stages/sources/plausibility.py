@@ -2,7 +2,7 @@
 
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from stages.decontamination import words
 
@@ -12,7 +12,7 @@ MIN_DISTINCT_SHARE = 0.4
 MIN_ASCII_SHARE = 0.85  # of letters: lets western European languages through, and few others
 MIN_LETTER_SHARE = 0.5  # of characters that are not space
 
-# Talk of an assistant: the target has slipped into the other role.
+# Talk of an assistant, in lower case: the target has slipped into the other role.
 _ASSISTANT = re.compile(
     "|".join((
         r"as an ai\b", r"as a (?:large )?language model", r"\bi(?:'?m| am) (?:sorry|an ai\b|here to help)",
@@ -21,31 +21,43 @@ _ASSISTANT = re.compile(
         r"^here(?:'s| is| are) (?:a|an|the|some)\b", r"\bi hope this helps", r"\bfeel free to",
         r"\blet me know if", r"\bsmollm\b", r"\bhugging face\b", r"^(?:user|assistant|system)\b",
     )),
-    re.IGNORECASE,
 )
 
 
 def fault(text: str, special_texts: Sequence[str]) -> str | None:
     """Return why a text is not a plausible user turn, or None."""
     found = words(text)
+    faults: tuple[tuple[str, Callable[[], bool]], ...] = (
+        ("special token", lambda: any(special in text for special in special_texts)),
+        ("short", lambda: len(found) < MIN_WORDS),
+        ("unreadable", lambda: _unreadable(text)),
+        ("other script", lambda: _other_script(text)),
+        ("assistant talk", lambda: _ASSISTANT.search(text.lower()) is not None),
+        ("repeats itself", lambda: _repeats(found)),
+    )
+    return next((reason for reason, present in faults if present()), None)
+
+
+def _unreadable(text: str) -> bool:
+    spaced = " ".join(text.split())
+    if "\ufffd" in spaced or (not spaced.isprintable() and any(map(_control, spaced))):
+        return True
+    return sum(map(str.isalpha, spaced)) < MIN_LETTER_SHARE * (len(spaced) - spaced.count(" "))
+
+
+def _control(character: str) -> bool:
+    return unicodedata.category(character)[0] == "C" and character != "\u200d"
+
+
+def _other_script(text: str) -> bool:
+    if text.isascii():
+        return False
     letters = [character for character in text if character.isalpha()]
-    visible = [character for character in text if not character.isspace()]
-    faults = {
-        "special token": any(special in text for special in special_texts),
-        "short": len(found) < MIN_WORDS,
-        "unreadable": any(map(_unprintable, text)) or len(letters) < MIN_LETTER_SHARE * len(visible),
-        "other script": sum(letter.isascii() for letter in letters) < MIN_ASCII_SHARE * len(letters),
-        "assistant talk": _ASSISTANT.search(text) is not None,
-        "repeats itself": _repeats(found) or len(set(found)) < MIN_DISTINCT_SHARE * len(found),
-    }
-    return next((reason for reason, present in faults.items() if present), None)
-
-
-def _unprintable(character: str) -> bool:
-    control = unicodedata.category(character)[0] == "C" and character not in "\n\t\u200d"
-    return control or character == "\ufffd"
+    return sum(letter.isascii() for letter in letters) < MIN_ASCII_SHARE * len(letters)
 
 
 def _repeats(found: Sequence[str]) -> bool:
-    runs = [tuple(found[start : start + REPEATED_WORDS]) for start in range(len(found) - REPEATED_WORDS + 1)]
+    if len(set(found)) < MIN_DISTINCT_SHARE * len(found):
+        return True
+    runs = list(zip(*(found[start:] for start in range(REPEATED_WORDS)), strict=False))
     return len(set(runs)) < len(runs)
