@@ -1,5 +1,6 @@
 """Invented user turns: steered, filtered, seeded, and resumed."""
 
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from drafter.engine import Generated, Generation
 from stages.models.tokenizer import Tokenizer, load_tokenizer
 from stages.profile import CATEGORIES
 from stages.sources import Context, Rejected, Row, synth
+from stages.sources.leads import LONGEST_CHARACTERS, SHARES, Leads
 from stages.sources.plausibility import fault
 
 GOOD = " about the river that runs behind our old school?"
@@ -52,21 +54,76 @@ def test_the_turn_is_sampled_after_the_user_tag(tmp_path: Path, tokenizer: Token
         assert message == {"role": "user", "content": (head.rsplit("user\n", 1)[1] + GOOD).strip()}
 
 
-def test_all_categories_are_steered_to_with_and_without_system_prompt(tmp_path: Path, tokenizer: Tokenizer
-                                                                      ) -> None:
+def test_all_categories_are_led_to_in_all_ways(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    leads = list(Leads(make_job(tmp_path, [source()]).root).draw(random.Random(0), 1600))
+    for category in CATEGORIES:
+        assert {lead.way for lead in leads if lead.category == category} == set(SHARES)
+    counts = [sum(lead.category == name for lead in leads) for name in CATEGORIES]
+    assert min(counts) == max(counts) == 200
+    texts = {(*(message["content"] for message in lead.before), lead.opening) for lead in leads}
+    assert len(texts) > 1200
+
+
+def test_leads_are_drawn_by_seed(tmp_path: Path) -> None:
+    leads = Leads(make_job(tmp_path, [source()]).root)
+    one, two, other = (list(leads.draw(random.Random(seed), 600)) for seed in (1, 1, 2))
+    assert one == two != other
+
+
+def test_a_beginning_is_the_first_part_of_a_templates_prompt(tmp_path: Path) -> None:
+    leads = Leads(make_job(tmp_path, [source()]).root)
+    found = [lead.opening for lead in leads.draw(random.Random(0), 800) if lead.way == "beginning"]
+    assert len(found) > 100
+    assert max(map(len, found)) < LONGEST_CHARACTERS
+    assert sum(1 < len(text.split()) < 40 for text in found) > 0.8 * len(found)
+
+
+@pytest.fixture
+def large_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches as on a GPU."""
+    monkeypatch.setitem(synth.BATCH_ROWS, "cpu", 4096)
+
+
+@pytest.mark.usefixtures("large_batches")
+def test_a_follow_up_has_the_targets_answer_before_it(tmp_path: Path, tokenizer: Tokenizer) -> None:
     stub = Stub(tokenizer, GOOD)
-    rows = invented(tmp_path, tokenizer, stub, rows=32)
-    counts = [sum(row.category == name for row in rows if isinstance(row, Row)) for name in CATEGORIES]
-    assert min(counts) == max(counts) > 0
-    heads = [tokenizer.decode(prompt) for prompt in stub.calls[0][0]]
-    assert 0 < sum("trained by Hugging Face" in head for head in heads) < len(heads)
-    assert len({head.rsplit("user\n", 1)[1] for head in heads}) > 30
+    rows = invented(tmp_path, tokenizer, stub, rows=450)
+    talks = [row for row in rows if isinstance(row, Row) and len(row.messages) > 1]
+    assert talks
+    assert all(row.family.startswith("follow-up/") for row in talks)
+    (asked, _), (prompts, _) = stub.calls[:2]
+    assert all(tokenizer.decode(prompt).endswith("<|im_start|>assistant\n") for prompt in asked)
+    heads = {tokenizer.decode(prompt) for prompt in prompts}
+    for row in talks[: len(asked)]:
+        assert [message["role"] for message in row.messages] == ["user", "assistant", "user"]
+        assert row.messages[1]["content"] == GOOD.strip() == row.messages[2]["content"]
+    assert any("<|im_start|>assistant\n" + GOOD.strip() + "<|im_end|>" in head for head in heads)
+
+
+@pytest.mark.usefixtures("large_batches")
+def test_an_answer_without_end_stops_at_its_last_sentence(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    stub = Stub(tokenizer, "First of all. Then 3.5 more! And so", stop=False)
+    invented(tmp_path, tokenizer, stub, rows=450)
+    heads = [tokenizer.decode(prompt) for prompt in stub.calls[1][0]]
+    assert any("assistant\nFirst of all. Then 3.5 more!<|im_end|>" in head for head in heads)
 
 
 def test_tries_are_bounded(tmp_path: Path, tokenizer: Tokenizer) -> None:
     rows = invented(tmp_path, tokenizer, Stub(tokenizer, GOOD, stop=False), rows=20)
     assert all(isinstance(row, Rejected) for row in rows)
-    assert 20 * synth.SAMPLES_PER_ROW <= len(rows) < 20 * synth.SAMPLES_PER_ROW + synth.BATCH_ROWS
+    assert 20 * synth.SAMPLES_PER_ROW <= len(rows) < 20 * synth.SAMPLES_PER_ROW + synth.BATCH_ROWS["cpu"]
+
+
+def test_a_large_target_samples_a_batch_in_parts_with_seeds_of_their_own(tokenizer: Tokenizer,
+                                                                        monkeypatch: pytest.MonkeyPatch
+                                                                        ) -> None:
+    monkeypatch.setattr(synth, "CACHE_BYTES", 1000)
+    stub = Stub(tokenizer, GOOD)
+    parts = synth.Parts(stub, bytes_per_token=10)
+    found = parts.generate([[number, 7] for number in range(25)], Generation(max_tokens=8, seed=5))
+    assert len(found) == 25
+    assert [len(prompts) for prompts, _ in stub.calls] == [10, 10, 5]
+    assert len({settings.seed for _, settings in stub.calls}) == 3
 
 
 def test_a_turn_without_end_is_unfinished_and_a_short_one_short(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -1,14 +1,14 @@
-"""User turns that the target invents itself: sampled after its user tag, steered by category.
+"""User turns that the target invents itself: sampled after its user tag, led there in several ways.
 
-The target never answers here; it writes what its training taught it that users write. Batches are seeded
-by their number and kept in the stage's work folder, so a killed run loses one batch at most.
+Only to be followed up does the target answer; otherwise it writes what its training taught it that users
+write. Batches are seeded by their number and kept in the stage's work folder, so a killed run loses one batch
+at most.
 """
 
 import random
-import tomllib
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from drafter.engine import Engine, Generated, Generation
@@ -17,14 +17,14 @@ from stages.models.target import load_target
 from stages.profile import DataSource
 from stages.sources import Context, Rejected, Row
 from stages.sources.declared import declared
+from stages.sources.leads import STEERING, Lead, Leads
 from stages.sources.plausibility import fault
 
-STEERING = Path("stages/sources/templates/steering.toml")
-BATCH_ROWS = 64        # at most; a source that wants few rows takes batches just above their number
-SAMPLES_PER_ROW = 12   # so many tries for each row that is wanted, then it is enough
-SYSTEM_SHARE = 0.7     # of the turns have a steering system prompt; the others the template's own
-DTYPE = "bfloat16"     # these texts are samples: there is no exact value to keep
-MARK = "\u2402"        # stands for the user's text while the template is cut open
+BATCH_ROWS = {"cpu": 64, "cuda": 4096}  # at most; a source that wants few rows takes batches just above that
+CACHE_BYTES = 24 << 30  # of keys and values at once: a batch of a large target is sampled in parts
+SAMPLES_PER_ROW = 12    # so many tries for each row that is wanted, then it is enough
+DTYPE = "bfloat16"      # these texts are samples: there is no exact value to keep
+_SENTENCE_END = re.compile(r"[.!?:](?=\s|$)")
 
 
 class Sampler(Protocol):
@@ -35,21 +35,21 @@ class Sampler(Protocol):
 
 
 @dataclass(frozen=True)
-class Steering:
-    """How one turn is begun: the template's arguments, and the turn's first words."""
+class Parts:
+    """An engine that samples a batch in parts, each small enough for the cache."""
 
-    category: str
-    system: str | None
-    opening: str
+    engine: Sampler
+    bytes_per_token: int
 
-    def prompt(self, context: Context) -> list[int]:
-        """Return the ids up to the place where the target goes on with the user's turn."""
-        messages = [{"role": "user", "content": MARK}]
-        if self.system is not None:
-            messages.insert(0, {"role": "system", "content": self.system})
-        arguments = context.job.config.target.template_arguments
-        head, _, _ = context.tokenizer.render(messages, **arguments).partition(MARK)
-        return context.tokenizer.encode(head + self.opening)
+    def generate(self, prompts: list[list[int]], settings: Generation) -> list[Generated]:
+        """Continue each prompt; the parts have seeds of their own."""
+        longest = max(map(len, prompts)) + settings.max_tokens
+        size = max(1, CACHE_BYTES // (longest * self.bytes_per_token))
+        done: list[Generated] = []
+        for first in range(0, len(prompts), size):
+            part = replace(settings, seed=settings.seed + first)
+            done += self.engine.generate(prompts[first : first + size], part)
+        return done
 
 
 def rows(source: DataSource, context: Context, sampler: Sampler | None = None) -> Iterator[Row | Rejected]:
@@ -60,58 +60,86 @@ def rows(source: DataSource, context: Context, sampler: Sampler | None = None) -
         context: the job and its tokenizer.
         sampler: used in place of an engine over the target, which otherwise is loaded when first needed.
     """
-    stops = context.job.config.target.stop_ids
-    special = context.tokenizer.special_texts
-    for number in range(-(-source.rows * SAMPLES_PER_ROW // _batch_rows(source))):
-        steerings = _steerings(source, context, number)
+    leads = Leads(context.job.root)
+    size = _batch_rows(source, context.job.device)
+    for number in range(-(-source.rows * SAMPLES_PER_ROW // size)):
         path = context.job.work / f"{source.id}-{number:05}.jsonl"
         if not path.is_file():
-            prompts = [steering.prompt(context) for steering in steerings]
             sampler = sampler or _engine(source, context)
-            settings = Generation(max_tokens=source.max_turn_tokens, stop_ids=stops, top_p=source.top_p,
-                                  temperature=source.temperature, seed=_seed(source, context, number))
-            samples = sampler.generate(prompts, settings)
-            write_jsonl(path, ({"tokens": sample.tokens} for sample in samples))
-        for index, (steering, tokens) in enumerate(zip(steerings, _read(path), strict=True)):
-            ended = bool(tokens) and tokens[-1] in stops
-            body = tokens[:-1] if ended else tokens
-            text = (steering.opening + context.tokenizer.decode(body)).strip()
-            reason = "unfinished" if not ended else fault(text, special)
-            if len(tokens) < source.min_turn_tokens:
+            write_jsonl(path, _Batch(source, context, sampler, number).invented(leads, size))
+        for index, one in enumerate(read_jsonl(path)):
+            reason = one["fault"]
+            yield Rejected(reason) if reason else Row(f"{one['way']}/{number}-{index}", one["category"],
+                                                      tuple(one["messages"]))
+
+
+class _Batch:
+    """One batch of turns, and what it is sampled with."""
+
+    def __init__(self, source: DataSource, context: Context, sampler: Sampler, number: int) -> None:
+        self._context = context
+        self._sampler = sampler
+        self._least = source.min_turn_tokens
+        self._random = random.Random(f"{context.job.seed}/{source.id}/{number}")  # noqa: S311
+        self._stops = context.job.config.target.stop_ids
+        self._settings = Generation(max_tokens=source.max_turn_tokens, stop_ids=self._stops,
+                                    temperature=source.temperature, top_p=source.top_p)
+
+    def invented(self, leads: Leads, count: int) -> Iterator[dict[str, Any]]:
+        """Yield the turns with their category, their way and what is wrong with them, if anything."""
+        drawn = self._answered(list(leads.draw(self._random, count)))
+        samples = self._sampled([lead.text(self._context) for lead in drawn])
+        special = self._context.tokenizer.special_texts
+        for lead, (text, tokens, ended) in zip(drawn, samples, strict=True):
+            turn = (lead.opening + text).strip()
+            reason = "unfinished" if not ended else fault(turn, special)
+            if tokens < self._least:
                 reason = "short"
-            message = {"role": "user", "content": text}
-            yield Rejected(reason) if reason else Row(f"{number}-{index}", steering.category, (message,))
+            kept = lead.before if lead.way == "follow-up" else ()
+            messages = [*kept, {"role": "user", "content": turn}]
+            yield {"category": lead.category, "way": lead.way, "messages": messages, "fault": reason}
+
+    def _answered(self, leads: list[Lead]) -> list[Lead]:
+        """Give the turns that are to be followed up an answer of the target's, to its last whole sentence."""
+        asked = [index for index, lead in enumerate(leads) if lead.way == "follow-up"]
+        render, arguments = self._context.tokenizer.render, self._context.job.config.target.template_arguments
+        samples = self._sampled([render(leads[index].before, **arguments) for index in asked])
+        for index, (text, _, ended) in zip(asked, samples, strict=True):
+            answer = text.strip() if ended else _whole_sentences(text).strip()
+            message = {"role": "assistant", "content": answer}
+            leads[index] = replace(leads[index], before=(*leads[index].before, message))
+        return leads
+
+    def _sampled(self, texts: list[str]) -> list[tuple[str, int, bool]]:
+        """Continue texts; return what came, in how many tokens, and whether it ended by itself."""
+        if not texts:
+            return []
+        settings = replace(self._settings, seed=self._random.getrandbits(62))
+        tokenizer = self._context.tokenizer
+        found = [one.tokens for one in self._sampler.generate(tokenizer.encode_batch(texts), settings)]
+        ended = [bool(tokens) and tokens[-1] in self._stops for tokens in found]
+        bodies = [tokens[:-1] if end else tokens for tokens, end in zip(found, ended, strict=True)]
+        return list(zip(tokenizer.decode_batch(bodies), map(len, found), ended, strict=True))
 
 
-def _steerings(source: DataSource, context: Context, number: int) -> list[Steering]:
-    tables = tomllib.loads((context.job.root / STEERING).read_text(encoding="utf-8"))["steering"]
-    rng = random.Random(f"{context.job.seed}/{source.id}/{number}")  # noqa: S311
-    chosen = []
-    for index in range(_batch_rows(source)):
-        table = tables[index % len(tables)]
-        system = rng.choice(table["systems"]) if rng.random() < SYSTEM_SHARE else None
-        chosen.append(Steering(table["category"], system, rng.choice(table["openings"])))
-    return chosen
+def _whole_sentences(text: str) -> str:
+    """Return a text up to the end of its last whole sentence; all of it if there is none."""
+    ends = [match.end() for match in _SENTENCE_END.finditer(text)]
+    return text[: ends[-1]] if ends else text
 
 
-def _batch_rows(source: DataSource) -> int:
-    return min(BATCH_ROWS, -(-source.rows * 5 // 32) * 8)  # a quarter more, in eights: one of each category
+def _batch_rows(source: DataSource, device: str) -> int:
+    return min(BATCH_ROWS[device], -(-source.rows * 5 // 32) * 8)  # a quarter more, in eights: one of each
 
 
-def _seed(source: DataSource, context: Context, number: int) -> int:
-    return random.Random(f"{context.job.seed}/{source.id}/{number}/sampling").getrandbits(62)  # noqa: S311
-
-
-def _engine(source: DataSource, context: Context) -> Engine:
+def _engine(source: DataSource, context: Context) -> Parts:
     target = context.job.config.target
     folder = context.job.inputs["fetch"] / target.source
     decoder = load_target(folder, target.format, DTYPE, context.job.device)
-    return Engine(decoder, context_tokens=target.max_prompt_tokens + source.max_turn_tokens,
-                  token_limit=target.token_count)
-
-
-def _read(path: Path) -> list[list[int]]:
-    return [sample["tokens"] for sample in read_jsonl(path)]
+    engine = Engine(decoder, context_tokens=target.max_prompt_tokens + source.max_turn_tokens,
+                    token_limit=target.token_count)
+    config = decoder.config
+    return Parts(engine, 2 * 2 * config.layers * config.kv_heads * config.head_dim)
 
 
 def origin(source: DataSource, context: Context) -> dict[str, Any]:
@@ -120,7 +148,7 @@ def origin(source: DataSource, context: Context) -> dict[str, Any]:
     return {
         "author": f"the target, {target.name}", "revision": target.revision,
         "upstream": declared(context.job.root, target.source),
-        "method": "user turns sampled after the target's user tag, steered by the file below",
+        "method": "user turns sampled after the target's user tag, led by the file below and the templates",
         "temperature": source.temperature, "top_p": source.top_p,
         "files": {STEERING.as_posix(): sha256_file(context.job.root / STEERING)},
     }
