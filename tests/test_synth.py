@@ -32,7 +32,7 @@ class Stub:
 
     def generate(self, prompts: list[list[int]], settings: Generation) -> list[Generated]:
         self.calls.append((prompts, settings))
-        return [Generated(list(self.texts[i % len(self.texts)]), [], []) for i in range(len(prompts))]
+        return [Generated(list(self.texts[i % len(self.texts)])) for i in range(len(prompts))]
 
 
 def invented(root: Path, tokenizer: Tokenizer, stub: Any, rows: int = 4, **more: Any) -> list[Row | Rejected]:
@@ -112,18 +112,6 @@ def test_tries_are_bounded(tmp_path: Path, tokenizer: Tokenizer) -> None:
     rows = invented(tmp_path, tokenizer, Stub(tokenizer, GOOD, stop=False), rows=20)
     assert all(isinstance(row, Rejected) for row in rows)
     assert 20 * synth.SAMPLES_PER_ROW <= len(rows) < 20 * synth.SAMPLES_PER_ROW + synth.BATCH_ROWS["cpu"]
-
-
-def test_a_large_target_samples_a_batch_in_parts_with_seeds_of_their_own(tokenizer: Tokenizer,
-                                                                        monkeypatch: pytest.MonkeyPatch
-                                                                        ) -> None:
-    monkeypatch.setattr(synth, "CACHE_BYTES", 1000)
-    stub = Stub(tokenizer, GOOD)
-    parts = synth.Parts(stub, bytes_per_token=10)
-    found = parts.generate([[number, 7] for number in range(25)], Generation(max_tokens=8, seed=5))
-    assert len(found) == 25
-    assert [len(prompts) for prompts, _ in stub.calls] == [10, 10, 5]
-    assert len({settings.seed for _, settings in stub.calls}) == 3
 
 
 def test_a_turn_without_end_is_unfinished_and_a_short_one_short(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -8,7 +8,7 @@ at most.
 import random
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 from drafter.engine import Engine, Generated, Generation
@@ -20,10 +20,9 @@ from stages.sources.declared import declared
 from stages.sources.leads import STEERING, Lead, Leads
 from stages.sources.plausibility import fault
 
-BATCH_ROWS = {"cpu": 64, "cuda": 4096}  # at most; a source that wants few rows takes batches just above that
-CACHE_BYTES = 24 << 30  # of keys and values at once: a batch of a large target is sampled in parts
-SAMPLES_PER_ROW = 12    # so many tries for each row that is wanted, then it is enough
-DTYPE = "bfloat16"      # these texts are samples: there is no exact value to keep
+BATCH_ROWS = {"cpu": 64, "cuda": 16_384}  # at most; a source that wants few rows takes little more at once
+SAMPLES_PER_ROW = 12  # so many tries for each row that is wanted, then it is enough
+DTYPE = "bfloat16"    # these texts are samples: there is no exact value to keep
 _SENTENCE_END = re.compile(r"[.!?:](?=\s|$)")
 
 
@@ -32,24 +31,6 @@ class Sampler(Protocol):
 
     def generate(self, prompts: list[list[int]], settings: Generation) -> list[Generated]:
         """Continue each prompt."""
-
-
-@dataclass(frozen=True)
-class Parts:
-    """An engine that samples a batch in parts, each small enough for the cache."""
-
-    engine: Sampler
-    bytes_per_token: int
-
-    def generate(self, prompts: list[list[int]], settings: Generation) -> list[Generated]:
-        """Continue each prompt; the parts have seeds of their own."""
-        longest = max(map(len, prompts)) + settings.max_tokens
-        size = max(1, CACHE_BYTES // (longest * self.bytes_per_token))
-        done: list[Generated] = []
-        for first in range(0, len(prompts), size):
-            part = replace(settings, seed=settings.seed + first)
-            done += self.engine.generate(prompts[first : first + size], part)
-        return done
 
 
 def rows(source: DataSource, context: Context, sampler: Sampler | None = None) -> Iterator[Row | Rejected]:
@@ -132,14 +113,12 @@ def _batch_rows(source: DataSource, device: str) -> int:
     return min(BATCH_ROWS[device], -(-source.rows * 5 // 32) * 8)  # a quarter more, in eights: one of each
 
 
-def _engine(source: DataSource, context: Context) -> Parts:
+def _engine(source: DataSource, context: Context) -> Engine:
     target = context.job.config.target
     folder = context.job.inputs["fetch"] / target.source
     decoder = load_target(folder, target.format, DTYPE, context.job.device)
-    engine = Engine(decoder, context_tokens=target.max_prompt_tokens + source.max_turn_tokens,
-                    token_limit=target.token_count)
-    config = decoder.config
-    return Parts(engine, 2 * 2 * config.layers * config.kv_heads * config.head_dim)
+    return Engine(decoder, context_tokens=target.max_prompt_tokens + source.max_turn_tokens,
+                  token_limit=target.token_count)
 
 
 def origin(source: DataSource, context: Context) -> dict[str, Any]:
