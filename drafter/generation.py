@@ -84,7 +84,7 @@ class Generator:
         free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         inner = 4 * config.intermediate_size + 8 * config.hidden_size
         cached = 2 * config.layers * config.kv_heads * config.head_dim * columns * size
-        choosing = config.vocab_size * (2 * size + 8)
+        choosing = 2 * config.vocab_size * (2 * size + 8)  # eagerly, and in a graph's own memory
         noted = settings.max_tokens * (8 * settings.top_k + 16)
         room = (self.memory_share * free - PREFILL_TOKENS * inner * size) / (cached + choosing + noted)
         whole = self.size(max(1, int(room)))

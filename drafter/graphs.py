@@ -48,6 +48,8 @@ class Graphs:
                     graph.capture_end()
             torch.cuda.synchronize()
             self.captured[key] = graph
+        except torch.cuda.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             self.enabled = False
             logs.event(logging.WARNING, "CUDA graphs are not used", reason=logs.described(error))

@@ -15,8 +15,8 @@ from drafter.attention import AttendOne
 from drafter.choice import Choice, greedy, sampled
 from drafter.model import AttendByLayer, Decoder, causal
 
-CAP, STOP, REPEAT = range(3)
 ENDS = ("cap", "stop", "repeat")
+STOP, REPEAT = ENDS.index("stop"), ENDS.index("repeat")
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Rows:
         self.values_lbkcd = zeros(*shape, dtype=weight.dtype)
         self.latest_b, self.lengths_b, self.counts_b = zeros(count), zeros(count), zeros(count)
         self.active_b = zeros(count, dtype=torch.bool)
-        self.ended_b = zeros(count, dtype=torch.int8)
+        self.ended_b = zeros(count)
         # One place more than the cap, where rows that have ended or wait write.
         self.tokens_bc = zeros(count, cap + 1)
         self.topk_ids_bck = zeros(count, cap + 1, settings.top_k, dtype=torch.int32)
@@ -150,14 +150,14 @@ class Rows:
         stop_b = (tokens_b[:, None] == self.stops_s).any(1)
         repeat_b = self._repeats(count, tokens_b)
         full_b = counts_b + 1 >= cap
-        place_b = torch.where(active_b, counts_b, cap)
+        place_b = counts_b.masked_fill(~active_b, cap)
         index_b = torch.arange(count, device=self.device)
         self.tokens_bc[index_b, place_b] = tokens_b
         self.topk_ids_bck[index_b, place_b] = choice.topk_ids_bk.int()
         self.topk_logprobs_bck[index_b, place_b] = choice.topk_logprobs_bk
-        reason_b = torch.where(stop_b, STOP, torch.where(repeat_b, REPEAT, CAP)).to(torch.int8)
-        cut_b = (repeat_b & ~stop_b) * self.settings.stop_on_repeat
-        self.ended_b[:count] = torch.where(active_b, reason_b, self.ended_b[:count])
+        repeat_b &= ~stop_b
+        cut_b = repeat_b * self.settings.stop_on_repeat
+        self.ended_b[:count] = torch.where(active_b, stop_b * STOP + repeat_b * REPEAT, self.ended_b[:count])
         self.latest_b[:count] = torch.where(active_b, tokens_b, self.latest_b[:count])
         self.lengths_b[:count] += active_b
         self.counts_b[:count] += active_b * (1 - cut_b)
@@ -172,7 +172,7 @@ class Rows:
         same_bc = self.tokens_bc[:count, :-1] == tokens_b[:, None]
         same_bc &= earlier_c < self.counts_b[:count, None]
         grown_bc = functional.pad(self.runs_bc[:count, :-1], (1, 0)) + 1
-        self.runs_bc[:count] = torch.where(same_bc, grown_bc, 0)
+        self.runs_bc[:count] = grown_bc.masked_fill(~same_bc, 0)
         return (self.runs_bc[:count] >= size).any(1)
 
     def _extend(self, count: int, context: int) -> AttendByLayer:
