@@ -18,12 +18,17 @@ ALIGNMENT = 8
 
 
 def save(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """Write a safetensors file: the widest types first, then by name."""
-    with path.open("wb") as stream:
+    """Write a safetensors file: the widest types first, then by name.
+
+    It is written beside its place and moved in: tensors that are mapped from the old file stay whole.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("wb") as stream:
         stream.write(_header(tensors, metadata))
         for name in _order(tensors):
             content = tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             stream.write(memoryview(content.numpy()))
+    partial.replace(path)
 
 
 def size(tensors: dict[str, Tensor], metadata: dict[str, str]) -> int:

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from drafter import weights
 from drafter.codecs import round_trip
 from drafter.model import EMBEDDING, build
-from stages.qat import make_plan, straight_through
+from stages.bits.views import RoundTripView, fixed_plan
+from stages.profile import Qat
 
 NORM, MATRIX = "model.norm.weight", "model.layers.1.mlp.down_proj.weight"
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize 18432\n" % (b"4d" * 32)
@@ -62,8 +63,9 @@ def test_what_is_loaded_is_the_codecs_round_trip_bit_for_bit(packed: Path) -> No
 
 def test_training_sees_what_is_loaded_and_passes_gradients_through(packed: Path) -> None:
     masters = {name: tensor.clone().requires_grad_() for name, tensor in TENSORS.items()}
-    assert make_plan(masters, "int4", 32) == PLAN
-    seen = straight_through(masters, PLAN)
+    settings = Qat(codec="int4", dtype="float32", steps=0, batch_tokens=512, learning_rate=0.1)
+    assert fixed_plan(masters, settings) == PLAN
+    seen = RoundTripView(PLAN, TENSORS)(masters)
     loaded = weights.load(packed)[1]
     for name, tensor in seen.items():
         assert torch.equal(tensor, loaded[name])

@@ -27,6 +27,7 @@ from drafter.codecs.rows import inverse, nonzero_steps
 from drafter.codecs.zstd import expand, from_bytes, to_bytes
 
 LARGEST_CODE = 32767
+COUNTED = 1024  # codes told apart when bits are estimated
 HEAD = struct.Struct("<BIIII")  # digits, escapes, bytes of the three frames
 LENGTH = struct.Struct("<I")
 SECOND = 255  # a gap byte that says: 255 more, and go on
@@ -75,7 +76,8 @@ def encode(weight: Tensor, _settings: Settings, side: Parts) -> Parts:
     """Quantise [rows, columns] float32 by the planned steps (`side["steps"]`, [rows]) and code it.
 
     Raises:
-        ValueError: no steps were planned, or one is negative or not finite.
+        ValueError: no steps were planned, one is negative or not finite, or a row would not decode to
+            finite numbers.
     """
     if "steps" not in side:
         raise ValueError("the entropy codec needs a planned step for each row")
@@ -83,6 +85,9 @@ def encode(weight: Tensor, _settings: Settings, side: Parts) -> Parts:
     if not bool((torch.isfinite(steps) & (steps >= 0)).all()):
         raise ValueError("a planned step is negative or not finite")
     codes = to_codes(weight, steps).to(torch.int16).cpu()
+    ends = (codes.int().abs().amax(1) * steps.cpu().float()).to(torch.bfloat16)
+    if not bool(torch.isfinite(ends).all()):
+        raise ValueError(f"row {int((~torch.isfinite(ends)).nonzero()[0])}: rounds to what is not finite")
     classes = row_classes(codes)
     sections = [_frame(classes.numpy().tobytes())]
     sections[0] = LENGTH.pack(len(sections[0])) + sections[0]
@@ -153,11 +158,12 @@ def code_bits(codes: Tensor) -> float:
 
 
 def _histograms(codes: Tensor, classes: Tensor) -> list[NDArray[np.int64]]:
-    """Counts of the codes -256..256 (and beyond: the ends) for each class."""
-    kinds = int(classes.max()) + 1
-    index = codes.clamp(-256, 256).to(torch.int32).add_(256).add_(classes.to(torch.int32)[:, None] * 513)
-    counted = torch.bincount(index.flatten(), minlength=kinds * 513).cpu().numpy().reshape(kinds, 513)
-    return list(counted.astype(np.int64))
+    """Counts of the codes up to COUNTED in magnitude (the ends: and beyond) for each class."""
+    kinds, width = int(classes.max()) + 1, 2 * COUNTED + 1
+    index = codes.clamp(-COUNTED, COUNTED).to(torch.int32).add_(COUNTED)
+    index += classes.to(torch.int32)[:, None] * width
+    counted = torch.bincount(index.flatten(), minlength=kinds * width).cpu().numpy()
+    return list(counted.reshape(kinds, width).astype(np.int64))
 
 
 def _bits(counts: NDArray[np.int64]) -> float:

@@ -44,8 +44,8 @@ def factors(residual: Tensor, rank: int) -> Parts:
     """
     left, values, right = torch.linalg.svd(residual.double(), full_matrices=False)
     root = values[:rank].sqrt()
-    return {"left": (left[:, :rank] * root).to(torch.bfloat16),
-            "right": (root[:, None] * right[:rank]).to(torch.bfloat16)}  # fmt: skip
+    return {"left": (left[:, :rank] * root).to(torch.bfloat16).contiguous(),
+            "right": (root[:, None] * right[:rank]).to(torch.bfloat16).contiguous()}  # fmt: skip
 
 
 def corrected(jobs: Iterator[Decoding], stored: Parts, device: str) -> Iterator[Decoding]:
