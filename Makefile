@@ -13,7 +13,7 @@ PY := $(if $(filter system,$(RUNNER)),python3,.venv/bin/python)
 .DEFAULT_GOAL := help
 # Goals one after the other even under -j: `make -j8 clean all` is clean, then all.
 .NOTPARALLEL:
-.PHONY: help all install plan $(STAGES) size-check verify report serve test lint lock lock-sources clean clean-all
+.PHONY: help all install plan $(STAGES) size-check verify report serve plan-bits inspect test lint lock lock-sources clean clean-all
 
 # Run $(1) with the first Python 3.12 that really runs (a pyenv shim may be on PATH and refuse).
 define with_python_312
@@ -45,6 +45,10 @@ report: install ## tau, bytes, gates and times of what was built
 	@$(PY) -m stages.report
 size-check: install ## bytes of output/ by component; fails over the limit
 	@$(PY) -m stages.size
+plan-bits: install ## what bits each row and each base gets for the allotment
+	@$(PY) -m stages.bits
+inspect: install ## what output/ holds, tensor by tensor (AGAINST=FILE compares)
+	@$(PY) -m drafter.inspect output $(if $(AGAINST),--against "$(AGAINST)")
 verify: install ## hash everything anew against the records
 	@$(PY) -m stages.verify
 serve: install ## start output/serve.sh (HOST, PORT, MODEL_NAME)

@@ -1,6 +1,7 @@
 """QAT in this process: what is packed is what was trained, within its allotment, and it resumes exactly."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from trainers import as_rows, make_job, own_settings_of_torch  # noqa: F401 (a fixture)
 
 from drafter import codecs, weights
+from drafter.model import Decoder
 from drafter.replay import Conversation
 from stages.bits.planner import Planner, plan_of
 from stages.bits.steps import log_steps, to_steps
@@ -98,6 +100,22 @@ def test_what_is_packed_is_what_was_trained(recipe: str, rows: Rows, dev: list[C
              if one.ndim == 2 and not torch.equal(one, start.weights[name])]
     frozen = recipe == "entropy, frozen embedding"
     assert len(moved) == (0 if "untouched" in recipe else 15 - frozen)
+
+
+def test_int4_in_groups_of_128(rows: Rows, dev: list[Conversation], tmp_path: Path) -> None:
+    config = replace(small_config(), hidden_size=128, intermediate_size=256, head_dim=32)
+    torch.manual_seed(5)
+    decoder = Decoder(config)
+    tensors = {name: one.detach() for name, one in decoder.named_parameters()}
+    limits = Limits(limit_bytes=400_000, reserve_bytes=1)
+    settings = settings_of("int4 g32", group=128, clip=True)
+    own = Quantiser(make_job(tmp_path), settings, limits, Drafter(config, tensors, {}))
+    own.run(rows, dev, tmp_path / "x")
+    _, loaded = weights.load(tmp_path / "x")
+    told = {"codec": "int4", "group": 128, "clip": True}
+    for name, one in own.trainer.finished().items():
+        if one.ndim == 2:
+            assert torch.equal(loaded[name], codecs.round_trip(one, told | {"shape": list(one.shape)}))
 
 
 def test_untouched_weights_are_the_codec_of_the_start(rows: Rows, dev: list[Conversation], start: Drafter,
