@@ -106,6 +106,16 @@ def test_int4_is_idempotent(case: tuple[np.ndarray, int]) -> None:
     assert torch.equal(again[".scales"], parts[".scales"])
 
 
+@pytest.mark.parametrize("clip", [False, True])
+@settings(deadline=None)
+@given(matrices())
+def test_int4s_shortcut_is_what_decoding_gives(case: tuple[np.ndarray, int], clip: bool) -> None:
+    weight, group = case
+    entry = settings_of(weight, group) | {"clip": clip}
+    found = int4.round_trip(torch.from_numpy(weight), entry)
+    assert torch.equal(found, decode(int4.encode(torch.from_numpy(weight), entry), entry))
+
+
 @pytest.mark.parametrize("value", [0.0, 1e-8, -1e-8, 1e-38, 1e-40, 6e4])
 def test_int4_rows_of_one_value(value: float) -> None:
     weight = torch.full((2, 64), value).bfloat16().float()

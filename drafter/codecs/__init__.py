@@ -116,6 +116,9 @@ def decode(parts: Parts, settings: Settings, device: str = "cpu") -> Tensor:
 
 def round_trip(weight: Tensor, settings: Settings, side: Parts | None = None) -> Tensor:
     """Return what serving will see of a weight: decode(encode(weight)), float32, on the weight's device."""
+    shortcut = getattr(codec(settings["codec"]), "round_trip", None)
+    if shortcut and not settings.get("rank"):
+        return cast(Tensor, shortcut(weight, settings))
     return decode(encode(weight, settings, side), settings, str(weight.device))
 
 

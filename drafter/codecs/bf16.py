@@ -19,6 +19,11 @@ def encode(weight: Tensor, _settings: Settings, _side: Parts | None = None) -> P
     return {"": weight.to(torch.bfloat16)}
 
 
+def round_trip(weight: Tensor, _settings: Settings) -> Tensor:
+    """Return what decoding an encoded weight gives."""
+    return weight.to(torch.bfloat16).float()
+
+
 def blocks(parts: Parts, settings: Settings, device: str) -> Iterator[Decoding]:
     """Widen to float32; exact."""
     columns = settings["shape"][1] if len(settings["shape"]) > 1 else 1

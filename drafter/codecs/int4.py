@@ -30,18 +30,15 @@ def encode(weight: Tensor, settings: Settings, _side: Parts | None = None) -> Pa
     Raises:
         ValueError: the columns do not divide into groups.
     """
-    rows, columns = weight.shape
-    group = settings["group"]
-    if columns % group:
-        raise ValueError(f"{columns} columns do not divide into groups of {group}")
-    grouped = weight.float().reshape(rows, -1, group)
-    low, high = grouped.amin(-1, keepdim=True), grouped.amax(-1, keepdim=True)
-    full = torch.where(high > -low, high, low) / -8
-    scales = nonzero_steps(full)
-    if settings.get("clip"):
-        scales = _clipped(grouped, full, scales)
-    levels = _levels(grouped, scales).to(torch.uint8).reshape(rows, columns)
-    return {".codes": levels[:, ::2] | (levels[:, 1::2] << 4), ".scales": scales[..., 0]}
+    levels, scales = _quantised(weight, settings)
+    codes = levels.to(torch.uint8).reshape(weight.shape)
+    return {".codes": codes[:, ::2] | (codes[:, 1::2] << 4), ".scales": scales[..., 0]}
+
+
+def round_trip(weight: Tensor, settings: Settings) -> Tensor:
+    """Return what decoding an encoded weight gives, without packing codes: training asks at every step."""
+    levels, scales = _quantised(weight, settings)
+    return levels.sub_(8).mul_(scales.float()).reshape(weight.shape)
 
 
 def blocks(parts: Parts, settings: Settings, device: str) -> Iterator[Decoding]:
@@ -54,6 +51,20 @@ def _decode(packed: Tensor, scales: Tensor, group: int, rows: slice, device: str
     packed, scales = packed[rows].to(device), scales[rows].to(device)
     levels = torch.stack((packed & 15, packed >> 4), dim=-1).reshape(*scales.shape, group)
     return rows, levels.float().sub_(8).mul_(scales.float()[..., None]).flatten(1)
+
+
+def _quantised(weight: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
+    """Return levels 0..15 as float32, [rows, groups, group], and steps, bfloat16 [rows, groups, 1]."""
+    (rows, columns), group = weight.shape, settings["group"]
+    if columns % group:
+        raise ValueError(f"{columns} columns do not divide into groups of {group}")
+    grouped = weight.float().reshape(rows, -1, group)
+    low, high = grouped.amin(-1, keepdim=True), grouped.amax(-1, keepdim=True)
+    full = torch.where(high > -low, high, low) / -8
+    scales = nonzero_steps(full)
+    if settings.get("clip"):
+        scales = _clipped(grouped, full, scales)
+    return _levels(grouped, scales), scales
 
 
 def _levels(grouped: Tensor, scales: Tensor) -> Tensor:
