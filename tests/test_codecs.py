@@ -109,7 +109,7 @@ def test_int4_is_idempotent(case: tuple[np.ndarray, int]) -> None:
 @pytest.mark.parametrize("clip", [False, True])
 @settings(deadline=None)
 @given(matrices())
-def test_int4s_shortcut_is_what_decoding_gives(case: tuple[np.ndarray, int], clip: bool) -> None:
+def test_int4s_shortcut_is_what_decoding_gives(clip: bool, case: tuple[np.ndarray, int]) -> None:
     weight, group = case
     entry = settings_of(weight, group) | {"clip": clip}
     found = int4.round_trip(torch.from_numpy(weight), entry)
