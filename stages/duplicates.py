@@ -7,13 +7,15 @@ import numpy as np
 from rensa import RMinHash, RMinHashLSH
 
 SHINGLE_WORDS = 3
-PERMUTATIONS, BANDS = 128, 16  # two texts of Jaccard similarity 0.8 meet in a band with probability 0.95
+PERMUTATIONS = 128
+ROWS_OF_A_BAND = (16, 8, 4, 2)
+MARGIN = 0.05  # so far below the wanted similarity lies the middle of the bands' curve
 SEED = 1
 FIRST_ROWS = 1024
 
 
 class NearDuplicates:
-    """Texts seen so far, by sketch; about 1.2 kB each.
+    """Texts seen so far, by sketch; about 1 kB each.
 
     Similarity is the Jaccard index of two texts' sets of three-word runs, estimated from MinHash signatures
     (Broder 1997, On the resemblance and containment of documents); its standard error is at most 0.045.
@@ -24,17 +26,18 @@ class NearDuplicates:
 
     def __init__(self, share: float) -> None:
         self._share = share
-        self._bands = RMinHashLSH(threshold=share, num_perm=PERMUTATIONS, num_bands=BANDS)
+        self._bands = RMinHashLSH(threshold=share, num_perm=PERMUTATIONS, num_bands=bands(share))
         self._digests_np = np.zeros((FIRST_ROWS, PERMUTATIONS), np.uint32)
         self._count = 0
 
-    def like(self, sketch: Any) -> bool:
-        """Say whether a text is a near-duplicate of one that was added."""
-        candidates = self._bands.query(sketch)
+    def like(self, sketch: Any) -> int | None:
+        """Return the number of the added text that is most similar, if it is a near-duplicate."""
+        candidates = sorted(self._bands.query(sketch))
         if not candidates:
-            return False
+            return None
         equal_n = (self._digests_np[candidates] == np.array(sketch.digest(), np.uint32)).mean(axis=1)
-        return bool(equal_n.max() >= self._share)
+        best = int(equal_n.argmax())
+        return int(candidates[best]) if equal_n[best] >= self._share else None
 
     def add(self, sketch: Any) -> None:
         """Remember a text."""
@@ -43,6 +46,15 @@ class NearDuplicates:
         self._digests_np[self._count] = sketch.digest()
         self._bands.insert(self._count, sketch)
         self._count += 1
+
+
+def bands(share: float) -> int:
+    """Return into how many bands to cut a signature: b bands of r rows have their middle at (1/b)^(1/r)."""
+    for rows in ROWS_OF_A_BAND:
+        count = PERMUTATIONS // rows
+        if (1 / count) ** (1 / rows) <= share - MARGIN:
+            return count
+    return PERMUTATIONS
 
 
 def sketches(texts: Sequence[Sequence[str]]) -> list[Any]:

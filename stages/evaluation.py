@@ -1,5 +1,6 @@
 """Evaluation conversations: dev for choosing, examples for reporting; never for training."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,35 @@ def read_set(root: Path, name: str, tokenizer: Tokenizer, target: Target) -> lis
     if len({conversation.id for conversation in found}) < len(found):
         raise UserError(f"{path}: an id occurs twice")
     return found
+
+
+def read_texts(path: Path, tokenizer: Tokenizer, target: Target) -> Iterator[tuple[str, ...]]:
+    """Yield the message texts of a JSON-lines file: `messages`, `prompt` (text or ids) or `text`.
+
+    Raises:
+        UserError: the file is missing, or a line has none of these.
+    """
+    if not path.is_file():
+        raise UserError(f"{path} is missing: data.decontaminate names it")
+    try:
+        for number, row in enumerate(read_jsonl(path), 1):
+            texts = _texts(row, tokenizer, target)
+            if texts is None:
+                raise UserError(f"{path}, line {number}: needs messages, prompt or text")
+            yield texts
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def _texts(row: dict[str, Any], tokenizer: Tokenizer, target: Target) -> tuple[str, ...] | None:
+    match row:
+        case {"messages": list(messages)}:
+            return tuple(str(one["content"]) for one in messages if one.get("role") != "system")
+        case {"prompt": str(text)} | {"text": str(text)}:
+            return (text,)
+        case {"prompt": list(ids)}:
+            return tuple(texts_of(ids, tokenizer, target))
+    return None
 
 
 def _conversation(row: dict[str, Any], path: Path, tokenizer: Tokenizer, target: Target) -> Conversation:

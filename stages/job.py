@@ -43,6 +43,11 @@ class Job:
     log: Path
     checkpoint_s: float = 300.0
 
+    @property
+    def kept(self) -> Path:
+        """A folder that survives a change of key: what is put there is named by a key of its own."""
+        return self.work.parent / f"{self.stage}.kept"
+
     def say(self, text: str) -> None:
         """Tell the user one line, and the log."""
         tqdm.write(hide_secrets(f"{self.stage}: {text}"), file=sys.stderr)

@@ -58,7 +58,8 @@ class Sieve:
         by one.
         """
         read = [_Read(row, [words(message["content"]) for message in row.messages]) for row in rows]
-        faults = [self._fault(one) for one in read]
+        contaminated = self._contaminants.faults([one.words for one in read])
+        faults = ["empty" if _empty(row) else fault for row, fault in zip(rows, contaminated, strict=True)]
         clean = [one for one, fault in zip(read, faults, strict=True) if fault is None]
         cut = [(one, turn) for one in clean for turn in range(0, len(one.row.messages), 2)]
         texts = [self._tokenizer.render(one.row.messages[: turn + 1], **self._arguments) for one, turn in cut]
@@ -71,12 +72,6 @@ class Sieve:
             ids = [next(prompts) for _ in range(0, len(one.row.messages), 2)]
             yield self._compared(one, ids, next(drawn))
 
-    def _fault(self, one: _Read) -> str | None:
-        texts = [message["content"] for message in one.row.messages]
-        if not texts or not all(text.strip() for text in texts):
-            return "empty"
-        return "shares words with evaluation" if self._contaminants.touches(one.words) else None
-
     def _compared(self, one: _Read, prompts: list[list[int]], sketch: Any) -> Sieved:
         keys = [one.key(2 * turn) for turn in range(len(prompts))]
         turns: list[list[int] | str] = []
@@ -85,8 +80,13 @@ class Sieve:
             turns.append(fault or ids)
         fresh = any(not isinstance(turn, str) for turn in turns)
         if fresh and one.asked:
-            if self._near.like(sketch):
+            if self._near.like(sketch) is not None:
                 return Sieved(one.row, "near-duplicate")
             self._near.add(sketch)
         self._seen.update(key for key, turn in zip(keys, turns, strict=True) if not isinstance(turn, str))
         return Sieved(one.row, None, tuple(turns))
+
+
+def _empty(row: Row) -> bool:
+    texts = [message["content"] for message in row.messages]
+    return not texts or not all(text.strip() for text in texts)

@@ -31,14 +31,16 @@ def build(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(data, "load_tokenizer", lambda folder, format: tokenizer)
     counter = iter(range(100))
 
-    def run(*planted: Iterable[Row | Rejected], rows: int = 1000, **options: Any) -> Any:
+    def run(*planted: Iterable[Row | Rejected], rows: int = 1000, heldout: Iterable[int] = (),
+            **options: Any) -> Any:
         kinds = {f"planted-{i}": list(rows_) for i, rows_ in enumerate(planted)}
         stub = SimpleNamespace(rows=lambda source, context: iter(kinds[source.id]),
                                origin=lambda source, context: {"author": "a test"})
         monkeypatch.setattr(data, "load_kind", lambda kind: stub)
         folder = tmp_path / str(next(counter))
-        folder.mkdir()
-        job = make_job(folder, [source(name, rows=rows) for name in kinds], **options)
+        folder.mkdir(exist_ok=True)
+        chosen = [source(name, rows=rows, heldout=i in heldout) for i, name in enumerate(kinds)]
+        job = make_job(folder, chosen, **options)
         metrics = data.run(job)
         read = {path.stem: [json.loads(line) for line in path.read_text().splitlines()]
                 for path in job.out.glob("*.jsonl")}
@@ -56,7 +58,7 @@ def test_a_prompt_row_has_the_templates_ids(build: Build, tokenizer: Tokenizer) 
     (found,) = built.train
     assert found["prompt"] == tokenizer.prompt(KEEP.messages)
     assert {key: found[key] for key in ("category", "family", "source")} == {
-        "category": "writing", "family": "planted-0/keep", "source": "planted-0"}
+        "category": "writing", "family": "keep", "source": "planted-0"}
     assert built.dropped == {}
 
 
@@ -64,7 +66,7 @@ def test_too_long_a_prompt_is_dropped_and_counted(build: Build, tokenizer: Token
     limit = len(tokenizer.prompt(KEEP.messages))
     long = row("long", KEEP.messages[0]["content"][:-1] + " at last.")
     built = build([long, KEEP], max_prompt_tokens=limit)
-    assert [found["family"] for found in built.train] == ["planted-0/keep"]
+    assert [found["family"] for found in built.train] == ["keep"]
     assert built.dropped == {"too long": 1}
 
 
@@ -99,21 +101,111 @@ def test_what_a_source_rejects_is_counted(build: Build) -> None:
 def test_a_planted_evaluation_conversation_is_caught(build: Build, name: str, edit: Callable[[str], str]
                                                      ) -> None:
     built = build([row("planted", edit(PLAN)), KEEP], sets={name: [conversation("one", PLAN)]})
-    assert [found["family"] for found in built.train] == ["planted-0/keep"]
-    assert built.dropped == {"shares words with evaluation": 1}
+    assert [found["family"] for found in built.train] == ["keep"]
+    assert built.dropped == {f"shares words with {name}": 1}
+
+
+EDITED = ("Plan a stroll for my aunt, who is eighty, likes gardens and trains, and has to rest on a bench "
+          "every ten minutes or so.")
+
+
+@pytest.mark.parametrize("name", ["dev", "examples"])
+def test_one_that_is_edited_throughout_is_caught_by_resemblance(build: Build, name: str) -> None:
+    sets = {name: [conversation("one", PLAN)]}
+    built = build([row("planted", EDITED), KEEP], sets=sets, shared_words=20)
+    assert built.dropped == {f"resembles {name}": 1}
+    built = build([row("planted", EDITED), KEEP], sets=sets, shared_words=20, near_evaluation=0.9)
+    assert built.dropped == {}
+
+
+def test_an_edited_later_turn_or_answer_counts_too(build: Build) -> None:
+    sets = {"dev": [conversation("one", "Where should we go?", PLAN, "And if it rains?")]}
+    planted = [row("a", "I was told this:", EDITED, "Really?"), row("b", "Go on.", "Well.", EDITED), KEEP]
+    built = build(planted, sets=sets, shared_words=20)
+    assert built.dropped == {"resembles dev": 2}
+
+
+@pytest.mark.parametrize("held", [
+    {"text": PLAN}, {"prompt": PLAN}, {"messages": [{"role": "user", "content": PLAN}]},
+])
+def test_files_of_the_user_are_decontaminated_against_and_counted_by_source(build: Build, tmp_path: Path,
+                                                                           held: Any) -> None:
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "mine.jsonl").write_text(json.dumps(held) + "\n")
+    built = build([KEEP], [row("planted", PLAN), row("edited", EDITED), row("new", "What is peat?")],
+                  decontaminate=("mine.jsonl",))
+    counts = [entry["dropped"] for entry in built.manifest["sources"]]
+    assert counts == [{}, {"shares words with mine.jsonl": 1, "resembles mine.jsonl": 1}]
+    assert list(built.manifest["filters"]["decontaminated_against"]) == ["mine.jsonl"]
+
+
+@pytest.mark.parametrize(("content", "complaint"), [
+    (None, "mine.jsonl is missing: data.decontaminate names it"),
+    ("{}", "line 1: needs messages, prompt or text"), ("{", "line 1: not JSON"),
+])
+def test_a_faulty_file_to_decontaminate_against_is_a_sentence(build: Build, tmp_path: Path,
+                                                             content: str | None, complaint: str) -> None:
+    (tmp_path / "0").mkdir()
+    if content is not None:
+        (tmp_path / "0" / "mine.jsonl").write_text(content)
+    with pytest.raises(UserError, match=complaint):
+        build([KEEP], decontaminate=("mine.jsonl",))
+
+
+def test_near_duplicates_go_within_and_across_sources(build: Build) -> None:
+    one = PLAN.replace("eighty", "ninety")
+    built = build([row("a", PLAN), row("b", one), KEEP],
+                  [row("c", one.replace("trains", "boats")), row("new", "What is peat?")], near_duplicate=0.6)
+    assert [entry["dropped"] for entry in built.manifest["sources"]] == [{"near-duplicate": 1}] * 2
+    assert sorted(found["family"] for found in built.train) == ["a", "keep", "new"]
+
+
+def test_a_long_conversation_is_compared_by_what_its_user_says(build: Build) -> None:
+    talks = [row(f"t{i}", PLAN, f"Answer {i}: " + "and so on " * i, f"Thank you, {i}!") for i in range(3)]
+    assert build(talks, near_duplicate=0.7).dropped == {"near-duplicate": 2}
+
+
+def test_short_prompts_that_differ_in_one_word_are_both_kept(build: Build) -> None:
+    planted = [row(name, f"What is the capital of {name}?") for name in ("France", "Spain", "Peru")]
+    assert build(planted).dropped == {}
+
+
+def test_a_category_has_its_limit_over_all_sources(build: Build) -> None:
+    first = [row(f"m{i}", f"What is {i} times {i}?", category="math") for i in range(8)]
+    second = [row(f"n{i}", f"Why is {i} odd or even?", category="math") for i in range(8)]
+    others = [row(f"s{i}", f"Is stone {i} harder than glass?", category="stem") for i in range(8)]
+    built = build([*first, *others[:4]], [*second, *others[4:]], rows=10, category_limits={"math": 0.5})
+    assert built.manifest["totals"]["prompts_by_category"] == {"math": 10, "stem": 6}
+    assert [entry["dropped"] for entry in built.manifest["sources"]] == [{}, {"category full": 6}]
+
+
+def test_a_source_may_be_held_out_whole(build: Build) -> None:
+    other = [row(f"g{i}", f"Other question {i}?") for i in range(5)]
+    built = build(families(5), other, heldout=(1,))
+    assert {found["source"] for found in built.heldout} == {"planted-1"}
+    assert {found["source"] for found in built.train} == {"planted-0"}
+    assert [entry["use"] for entry in built.manifest["sources"]] == ["training", "choosing only"]
+
+
+def test_a_family_is_held_out_whichever_source_it_comes_from(build: Build) -> None:
+    other = [row(f"f{i}", f"And what of question {i}, then?") for i in range(40)]
+    built = build(families(40), other, heldout_share=0.3)
+    held, trained = ({found["family"] for found in rows} for rows in (built.heldout, built.train))
+    assert not held & trained
+    assert {found["source"] for found in built.heldout} == {"planted-0", "planted-1"}
 
 
 def test_a_later_turn_and_an_assistant_turn_count_too(build: Build) -> None:
     sets = {"dev": [conversation("one", "Where should we go?", PLAN, "And if it rains?")]}
     built = build([row("a", "I was told this:", "Really?", PLAN), row("b", PLAN), KEEP], sets=sets)
-    assert built.dropped == {"shares words with evaluation": 2}
+    assert built.dropped == {"shares words with dev": 2}
 
 
 def test_the_number_of_shared_words_is_the_profiles(build: Build) -> None:
     sets = {"dev": [conversation("one", PLAN)]}
     part = row("part", " ".join(PLAN.split()[:9]) + " sit in the sun")
     assert build([part, KEEP], sets=sets).dropped == {}
-    assert build([part, KEEP], sets=sets, shared_words=9).dropped == {"shares words with evaluation": 1}
+    assert build([part, KEEP], sets=sets, shared_words=9).dropped == {"shares words with dev": 1}
 
 
 def test_a_shared_system_prompt_is_no_contamination(build: Build) -> None:
@@ -129,7 +221,7 @@ def test_the_chat_templates_own_words_are_no_contamination(build: Build, tokeniz
     ids = tokenizer.prompt([{"role": "user", "content": PLAN}])
     given = {"id": "one", "category": "reasoning", "prompt": ids, "continuation": [57, 58, 2]}
     built = build([KEEP, row("planted", PLAN)], sets={"examples": [given]})
-    assert built.dropped == {"shares words with evaluation": 1}
+    assert built.dropped == {"shares words with examples": 1}
     assert built.examples == [given | {"source": "examples", "family": "one"}]
     template_words = tokenizer.decode(ids).split("user\n")[0].split("system\n")[1].split("<|im_end|>")[0]
     quotes = row("quotes", f"Somebody wrote: {template_words}")
@@ -160,7 +252,7 @@ def test_every_user_turn_becomes_a_prompt(build: Build, tokenizer: Tokenizer) ->
     built = build([talk])
     assert sorted(len(found["prompt"]) for found in built.train) == [
         len(tokenizer.prompt(talk.messages[:count])) for count in (1, 3, 5)]
-    assert sorted(found["id"] for found in built.train) == [f"planted-0/talk/1/{turn}" for turn in range(3)]
+    assert sorted(found["id"] for found in built.train) == [f"planted-0/1/{turn}" for turn in range(3)]
 
 
 def families(count: int, turns_each: int = 1) -> list[Row]:
@@ -187,7 +279,7 @@ def test_adding_a_source_moves_nothing_else(build: Build) -> None:
 
 
 def test_the_order_is_shuffled(build: Build) -> None:
-    numbers = [int(found["family"].split("/f")[1]) for found in build(families(40)).train]
+    numbers = [int(found["family"][1:]) for found in build(families(40)).train]
     assert numbers != sorted(numbers)
 
 
@@ -215,7 +307,7 @@ def test_the_manifest_accounts_for_every_conversation(build: Build) -> None:
     assert entry["dropped"] == {"empty": 1, "same words": 1}
     assert (entry["prompts_kept"], entry["prompts_by_category"]) == (2, {"math": 1, "writing": 1})
     assert entry["author"] == "a test"
-    assert built.manifest["evaluation"]["dev"]["use"] == "evaluation only"
+    assert built.manifest["evaluation"]["dev"]["use"] == "choosing only, never trained on"
     assert built.manifest["target"]["uri"] == "pkg:pypi/target-model@1.0"
     assert built.manifest["target"]["files"] == {"model.gguf": "ab" * 32}
     assert built.metrics["prompts"] == {"train": 2, "heldout": 0, "dev": 1, "examples": 1}

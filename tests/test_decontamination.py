@@ -14,11 +14,13 @@ class Planted:
     """Contaminants of one conversation, asked with texts."""
 
     def __init__(self, *texts: str, shared_words: int = 13) -> None:
-        self.found = Contaminants(shared_words)
-        self.found.add([words(text) for text in texts])
+        self.found = Contaminants(shared_words, near=0.99)
+        self.found.add("dev", [words(text) for text in texts])
 
     def touches(self, texts: list[str]) -> bool:
-        return self.found.touches([words(text) for text in texts])
+        (fault,) = self.found.faults([[words(text) for text in texts]])
+        assert fault in (None, "shares words with dev")
+        return fault is not None
 
 
 planted = Planted

@@ -90,7 +90,7 @@ def test_a_follow_up_has_the_targets_answer_before_it(tmp_path: Path, tokenizer:
     rows = invented(tmp_path, tokenizer, stub, rows=450)
     talks = [row for row in rows if isinstance(row, Row) and len(row.messages) > 1]
     assert talks
-    assert all(row.family.startswith("follow-up/") for row in talks)
+    assert all(row.family.startswith("templates/") for row in talks)
     (asked, _), (prompts, _) = stub.calls[:2]
     assert all(tokenizer.decode(prompt).endswith("<|im_start|>assistant\n") for prompt in asked)
     heads = {tokenizer.decode(prompt) for prompt in prompts}
@@ -125,13 +125,27 @@ def test_a_turn_without_end_is_unfinished_and_a_short_one_short(tmp_path: Path, 
 
 def test_a_killed_run_goes_on_with_the_same_rows(tmp_path: Path, tokenizer: Tokenizer) -> None:
     whole = invented(tmp_path, tokenizer, stub := Stub(tokenizer, GOOD, " in " + GOOD), rows=20)
-    files = sorted((tmp_path / "work").glob("*.jsonl"))
+    files = sorted((tmp_path / "data.kept" / "invented").glob("*/*.jsonl"))
     assert len(files) == len(stub.calls) > 1
     files[-1].unlink()
     again = invented(tmp_path, tokenizer, resumed := Stub(tokenizer, GOOD, " in " + GOOD), rows=20)
     assert again == whole
     assert [call[0] for call in resumed.calls] == [stub.calls[-1][0]]
     assert resumed.calls[0][1].seed == stub.calls[-1][1].seed
+
+
+def test_only_what_changes_a_batch_makes_it_anew(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    def sampled(job_root: Path, **more: Any) -> dict[str, int]:
+        one = source("invented", kind="synth", **({"rows": 20} | more))
+        context = Context(make_job(job_root, [one]), tokenizer)
+        list(synth.rows(one, context, Stub(tokenizer, GOOD)))
+        return context.metrics["invented"]
+
+    batches = sampled(tmp_path)["batches_sampled"]
+    assert batches > 1
+    assert sampled(tmp_path) == {"batches_kept": batches, "batches_sampled": 0}
+    assert sampled(tmp_path, temperature=0.5) == {"batches_kept": 0, "batches_sampled": batches}
+    assert len(list((tmp_path / "data.kept" / "invented").iterdir())) == 1
 
 
 def test_batches_have_seeds_of_their_own(tmp_path: Path, tokenizer: Tokenizer) -> None:

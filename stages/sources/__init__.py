@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 from stages.job import Job
@@ -15,7 +15,8 @@ class Row:
     """One conversation that ends with a user turn.
 
     Attributes:
-        family: what it must not be parted from when rows are held out, such as its template or itself.
+        family: what it must not be parted from when rows are held out, whichever source they come from: its
+            template, or its own name.
         category: one of `profile.CATEGORIES`, or the source's own.
         messages: turns of user and assistant in alternation, the first and last of the user.
         language: two letters.
@@ -36,10 +37,15 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Context:
-    """What a source may use besides its own table of the profile."""
+    """What a source may use besides its own table of the profile.
+
+    Attributes:
+        metrics: what a source reports of its work, by its id, for the stage's record.
+    """
 
     job: Job
     tokenizer: Tokenizer
+    metrics: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
 class Source(Protocol):

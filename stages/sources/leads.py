@@ -18,7 +18,7 @@ from pathlib import Path
 
 from stages.models.tokenizer import Message
 from stages.sources import Context
-from stages.sources.library import Library, Template, load_library
+from stages.sources.library import load_library
 from stages.sources.template import FOLDER, Filling, draw
 
 STEERING = FOLDER / "steering.toml"
@@ -39,12 +39,14 @@ class Lead:
         way: how it is led to, see above.
         before: the messages before the turn, which only steer; or, with `way` "follow-up", belong to it.
         opening: the turn's first words, given to the target.
+        family: the template's that it comes of, if it comes of one alone.
     """
 
     category: str
     way: str
     before: tuple[Message, ...]
     opening: str
+    family: str | None = None
 
     def text(self, context: Context) -> str:
         """Return the template's text up to the place where the target goes on with the user's turn."""
@@ -74,12 +76,14 @@ class Leads:
             table = self._steering[index % len(self._steering)]
             category = table["category"]
             if way == "beginning":
-                yield Lead(category, way, (), _beginning(self._prompt(category, rng), rng))
+                family, prompt = self._prompt(category, rng)
+                yield Lead(category, way, (), _beginning(prompt, rng), family)
             elif way == "examples":
-                shown = tuple(_user(self._prompt(category, rng)) for _ in range(2))
+                shown = tuple(_user(self._prompt(category, rng)[1]) for _ in range(2))
                 yield Lead(category, way, shown, "")
             elif way == "follow-up":
-                yield Lead(category, way, (_user(self._prompt(category, rng)),), "")
+                family, prompt = self._prompt(category, rng)
+                yield Lead(category, way, (_user(prompt),), "", family)
             else:
                 yield Lead(category, way, self._system(way, table, rng), rng.choice(table["openings"]))
 
@@ -91,18 +95,15 @@ class Leads:
         subject = Filling(self._library, rng).expand(rng.choice(table["subjects"]))
         return ({"role": "system", "content": f"The user writes about {subject}."},)
 
-    def _prompt(self, category: str, rng: random.Random) -> str:
-        """Return the first turn of a template, the shortest of three if all are long."""
+    def _prompt(self, category: str, rng: random.Random) -> tuple[str, str]:
+        """Return a template's family and its first turn, the shortest of three if all are long."""
         drawn = []
         for _ in range(3):
-            drawn.append(_first_turn(self._library, rng.choice(self._templates[category]), rng))
-            if len(drawn[-1]) <= LONGEST_CHARACTERS:
+            row = draw(self._library, rng.choice(self._templates[category]), f"{rng.getrandbits(62)}")
+            drawn.append((row.family, row.messages[0]["content"]))
+            if len(drawn[-1][1]) <= LONGEST_CHARACTERS:
                 return drawn[-1]
-        return min(drawn, key=len)
-
-
-def _first_turn(library: Library, template: Template, rng: random.Random) -> str:
-    return draw(library, template, f"{rng.getrandbits(62)}").messages[0]["content"]
+        return min(drawn, key=lambda one: len(one[1]))
 
 
 def _beginning(text: str, rng: random.Random) -> str:

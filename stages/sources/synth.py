@@ -1,24 +1,29 @@
 """User turns that the target invents itself: sampled after its user tag, led there in several ways.
 
 Only to be followed up does the target answer; otherwise it writes what its training taught it that users
-write. Batches are seeded by their number and kept in the stage's work folder, so a killed run loses one batch
-at most.
+write. Batches are seeded by their number and kept under a key of what they come of, so a killed run loses one
+batch at most, and a change to another source none.
 """
 
 import random
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Protocol
 
 from drafter.engine import Engine, Generated, Generation
-from stages.files import read_jsonl, sha256_file, write_jsonl
+from stages.files import digest_of, read_jsonl, sha256_file, write_jsonl
 from stages.models.target import load_target
 from stages.profile import DataSource
 from stages.sources import Context, Rejected, Row
-from stages.sources.declared import declared
 from stages.sources.leads import STEERING, Lead, Leads
 from stages.sources.plausibility import fault
+from stages.sources.template import FOLDER
+from stages.upstream.pinned import declared
+from stages.wrapper.code import code_digests
 
 BATCH_ROWS = {"cpu": 64, "cuda": 16_384}  # at most; a source that wants few rows takes little more at once
 SAMPLES_PER_ROW = 12  # so many tries for each row that is wanted, then it is enough
@@ -43,15 +48,18 @@ def rows(source: DataSource, context: Context, sampler: Sampler | None = None) -
     """
     leads = Leads(context.job.root)
     size = _batch_rows(source, context.job.device)
+    folder = _folder(source, context, size)
+    report = context.metrics[source.id] = {"batches_kept": 0, "batches_sampled": 0}
     for number in range(-(-source.rows * SAMPLES_PER_ROW // size)):
-        path = context.job.work / f"{source.id}-{number:05}.jsonl"
+        path = folder / f"{number:05}.jsonl"
+        report["batches_kept" if path.is_file() else "batches_sampled"] += 1
         if not path.is_file():
             sampler = sampler or _engine(source, context)
             write_jsonl(path, _Batch(source, context, sampler, number).invented(leads, size))
         for index, one in enumerate(read_jsonl(path)):
             reason = one["fault"]
-            yield Rejected(reason) if reason else Row(f"{one['way']}/{number}-{index}", one["category"],
-                                                      tuple(one["messages"]))
+            family = one["family"] or f"{source.id}/{one['way']}/{number}-{index}"
+            yield Rejected(reason) if reason else Row(family, one["category"], tuple(one["messages"]))
 
 
 class _Batch:
@@ -78,7 +86,8 @@ class _Batch:
                 reason = "short"
             kept = lead.before if lead.way == "follow-up" else ()
             messages = [*kept, {"role": "user", "content": turn}]
-            yield {"category": lead.category, "way": lead.way, "messages": messages, "fault": reason}
+            yield {"category": lead.category, "way": lead.way, "family": lead.family, "messages": messages,
+                   "fault": reason}
 
     def _answered(self, leads: list[Lead]) -> list[Lead]:
         """Give the turns that are to be followed up an answer of the target's, to its last whole sentence."""
@@ -109,6 +118,23 @@ def _whole_sentences(text: str) -> str:
     return text[: ends[-1]] if ends else text
 
 
+def _folder(source: DataSource, context: Context, size: int) -> Path:
+    """Return where the batches of this source lie: named by all that they are a function of."""
+    job = context.job
+    key = digest_of({
+        "source": source.model_dump(mode="json", exclude={"rows"}), "batch_rows": size,
+        "target": job.config.target.model_dump(mode="json"), "seed": job.seed, "device": job.device,
+        "files": declared(job.root, job.config.target.source)["files"],
+        "templates": {path.name: sha256_file(path) for path in sorted((job.root / FOLDER).glob("*.toml"))},
+        "code": code_digests(job.root, [__name__]), "torch": version("torch"),
+    })
+    parent = job.kept / source.id
+    for other in parent.glob("*"):
+        if other.name != key[:16]:
+            shutil.rmtree(other)
+    return parent / key[:16]
+
+
 def _batch_rows(source: DataSource, device: str) -> int:
     return min(BATCH_ROWS[device], -(-source.rows * 5 // 32) * 8)  # a quarter more, in eights: one of each
 
@@ -128,6 +154,6 @@ def origin(source: DataSource, context: Context) -> dict[str, Any]:
         "author": f"the target, {target.name}", "revision": target.revision,
         "upstream": declared(context.job.root, target.source),
         "method": "user turns sampled after the target's user tag, led by the file below and the templates",
-        "temperature": source.temperature, "top_p": source.top_p,
+        "command": "make data", "temperature": source.temperature, "top_p": source.top_p,
         "files": {STEERING.as_posix(): sha256_file(context.job.root / STEERING)},
     }

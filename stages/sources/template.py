@@ -88,7 +88,7 @@ def draw(library: Library, template: Template, seed: str) -> Row:
         turns = [_ARTICLE.sub(r"\1n ", turn) for turn in turns]
         turns = [turn if index % 2 else roughened(turn, rng) for index, turn in enumerate(turns)]
     messages = tuple({"role": _ROLES[index % 2], "content": turn} for index, turn in enumerate(turns))
-    return Row(template.id, template.category, messages, template.language)
+    return Row(f"templates/{template.id}", template.category, messages, template.language)
 
 
 def origin(source: DataSource, context: Context) -> dict[str, Any]:
@@ -96,4 +96,4 @@ def origin(source: DataSource, context: Context) -> dict[str, Any]:
     names = ["fillers.toml", *(f"{category}.toml" for category in CATEGORIES)]
     root = context.job.root
     files = {(FOLDER / name).as_posix(): sha256_file(root / FOLDER / name) for name in names}
-    return {"author": "this repository", "licence": "Apache-2.0", "files": files}
+    return {"author": "this repository", "licence": "Apache-2.0", "files": files, "command": "make data"}

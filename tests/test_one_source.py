@@ -1,0 +1,76 @@
+"""Changing one source does that source again and what follows, and nothing else; the record says so."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+from mill import Mill
+
+TALKS = """[[data.sources]]
+id = "talks"
+kind = "package"
+source = "other"
+category = "chat"
+rows = 5
+columns = { messages = "conversations" }
+"""
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Mill:
+    mill = Mill.make(tmp_path_factory.mktemp("mill") / "first")
+    mill.run("fetch")
+    mill.run("data")
+    return mill
+
+
+@pytest.fixture
+def copy(first: Mill, tmp_path: Path) -> Mill:
+    return first.copy(tmp_path / "copy")
+
+
+def rows_of(mill: Mill, source: str) -> set[bytes]:
+    lines = [line for name in ("train", "heldout")
+             for line in mill.files("data")[f"{name}.jsonl"].splitlines()]
+    return {line for line in lines if f'"source": "{source}"'.encode() in line}
+
+
+def test_changing_the_templates_leaves_what_the_target_invented(first: Mill, copy: Mill) -> None:
+    sampled = first.metrics("data")["sources"]["invented"]
+    assert sampled["batches_kept"] == 0 < sampled["batches_sampled"]
+    copy.replace("profiles/toy.toml", "rows = 28", "rows = 20")
+    said = copy.run("data")
+    assert "data: runs, because config.data.sources" in said
+    assert copy.run("fetch").splitlines()[-1] == "fetch: up to date"
+    again = copy.metrics("data")["sources"]["invented"]
+    assert again == {"batches_kept": sampled["batches_sampled"], "batches_sampled": 0}
+    assert len(rows_of(copy, "templates")) < len(rows_of(first, "templates"))
+    assert rows_of(copy, "invented") == rows_of(first, "invented")
+
+
+def test_changing_what_the_target_invents_leaves_the_templates(first: Mill, copy: Mill) -> None:
+    copy.replace("profiles/toy.toml", "max_turn_tokens = 48", "max_turn_tokens = 40")
+    copy.run("data")
+    assert copy.metrics("data")["sources"]["invented"]["batches_kept"] == 0
+    assert rows_of(copy, "templates") == rows_of(first, "templates")
+    assert rows_of(copy, "invented") != rows_of(first, "invented")
+
+
+def test_a_source_that_is_added_fetches_itself_alone(copy: Mill) -> None:
+    digest = "ab" * 32
+    table = ('\n[other]\nkind = "package"\nuri = "pkg:pypi/other@1.0"\nlicence = "MIT"\n'
+             f'archive = {{ path = "other-1.0-py3-none-any.whl", size = 1, sha256 = "{digest}" }}\n'
+             'files = [{ path = "small.yml", member = "other/small.yml", size = %d, sha256 = "%s" }]\n')
+    text = "conversations:\n- - Where do storks spend the winter, and why do they leave?\n  - In Africa.\n"
+    copy.write("vendor/other/small.yml", text)
+    copy.write("lock/sources.toml", (copy.root / "lock/sources.toml").read_text() + table % (
+        len(text), hashlib.sha256(text.encode()).hexdigest()))
+    copy.replace("profiles/toy.toml", 'sources = ["toy"]', 'sources = ["toy", "other"]')
+    copy.replace("profiles/toy.toml", "[teacher]", TALKS + "[teacher]")
+    copy.run("fetch")
+    copy.run("data")
+    subjects = {one["name"] for one in copy.record("fetch")["subject"]}
+    assert {"other/small.yml", "toy/toy.gguf"} <= subjects
+    assert copy.metrics("fetch")["brought_bytes"] == 0
+    assert copy.metrics("data")["sources"]["invented"]["batches_sampled"] == 0
+    assert len(rows_of(copy, "talks")) == 1
