@@ -2,7 +2,7 @@
 
 import json
 import tomllib
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -64,16 +64,39 @@ class Fetch(Section):
     sources: tuple[Name, ...] = Field(min_length=1)
 
 
+class LocalFile(Section):
+    """A file of the user's own, under the repository's folder, by its hash."""
+
+    path: str
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+    @model_validator(mode="after")
+    def _inside(self) -> Self:
+        parts = PurePosixPath(self.path).parts
+        if not parts or parts[0] == "/" or ".." in parts:
+            raise ValueError("path must be relative and stay under the repository's folder")
+        return self
+
+
 class DataSource(Section):
-    """One source of training prompts; `source` and the columns belong to the kind `hub`."""
+    """One source of training prompts.
+
+    `source` (an id of lock/sources.toml) belongs to the kinds `hub` and `package`; `files`, `uri` and
+    `licence` to `jsonl` and `parquet`; `columns` and `category` to all four; temperature, top_p and the
+    turn's tokens to `synth`. `heldout` keeps the whole source for choosing.
+    """
 
     id: Name
-    kind: Literal["template", "synth", "hub"]
+    kind: Literal["template", "synth", "hub", "package", "jsonl", "parquet"]
     rows: Count
     source: Name | None = None
+    files: tuple[LocalFile, ...] = ()
+    uri: str | None = None
+    licence: str | None = None
     split: str = "train"
     columns: dict[str, str] = {}
     category: str | None = None
+    heldout: bool = False
     temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 0.95
     max_turn_tokens: Count = 96
@@ -81,18 +104,29 @@ class DataSource(Section):
 
     @model_validator(mode="after")
     def _keys_of_kind(self) -> Self:
-        if (self.kind == "hub") != (self.source is not None):
-            raise ValueError("kind 'hub' needs source, an id of lock/sources.toml; other kinds take none")
+        if (self.kind in ("hub", "package")) != (self.source is not None):
+            raise ValueError("kinds 'hub' and 'package' need source, an id of lock/sources.toml; "
+                             "other kinds take none")
+        stated = (bool(self.files), self.uri is not None, self.licence is not None)
+        if any(stated) != all(stated) or (self.kind in ("jsonl", "parquet")) != any(stated):
+            raise ValueError("kinds 'jsonl' and 'parquet' need files, uri and licence; other kinds take none")
         return self
 
 
 class Data(Section):
-    """Prompts for training, and those split off for choosing."""
+    """Prompts for training, and those split off for choosing.
+
+    `category_limits` gives the most that a category may have, as a share of all rows that are asked for.
+    `decontaminate` names further JSON-lines files whose conversations must not be trained on.
+    """
 
     heldout_share: Share = 0.1
     max_prompt_tokens: Count
     shared_words: Count = 13
     near_duplicate: Rate = 0.8
+    near_evaluation: Rate = 0.5
+    decontaminate: tuple[str, ...] = ()
+    category_limits: dict[str, Share] = {}
     sources: tuple[DataSource, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
@@ -100,6 +134,8 @@ class Data(Section):
         ids = [source.id for source in self.sources]
         if len(set(ids)) < len(ids):
             raise ValueError(f"two sources share an id: {ids}")
+        if all(source.heldout for source in self.sources):
+            raise ValueError("every source is held out: none is left to train on")
         return self
 
 

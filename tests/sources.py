@@ -11,20 +11,26 @@ from stages.profile import Data, DataSource, Target
 from stages.sources import Row
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-LOCK = """
+LOCK = f"""
 [target-model]
 kind = "package"
 uri = "pkg:pypi/target-model@1.0"
 licence = "Apache-2.0"
-[[target-model.files]]
-path = "model.gguf"
-size = 1
-sha256 = "abababababababababababababababababababababababababababababababab"
+archive = {{ path = "target_model-1.0-py3-none-any.whl", size = 1, sha256 = "{'cd' * 32}" }}
+files = [{{ path = "model.gguf", member = "target_model/model.gguf", size = 1, sha256 = "{'ab' * 32}" }}]
 
 [chats]
 kind = "hub"
 uri = "hf://datasets/nobody/chats@0123456789012345678901234567890123456789"
 licence = "MIT"
+allow = ["*"]
+
+[talks]
+kind = "package"
+uri = "pkg:pypi/talks@2.0"
+licence = "BSD-3-Clause"
+archive = {{ path = "talks-2.0-py3-none-any.whl", size = 1, sha256 = "{'ef' * 32}" }}
+files = [{{ path = "small.yml", member = "talks/small.yml", size = 1, sha256 = "{'ab' * 32}" }}]
 """
 
 

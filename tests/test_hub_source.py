@@ -44,7 +44,7 @@ def test_messages_of_either_format(tmp_path: Path, name: str) -> None:
 def test_prompt_category_family_and_language_columns(tmp_path: Path) -> None:
     put(tmp_path, "all.jsonl", [{"q": "Why?", "field": "stem", "book": "b1", "lang": "pt"}])
     columns = {"prompt": "q", "category": "field", "family": "book", "language": "lang"}
-    assert read(tmp_path, columns=columns) == [Row("b1", "stem", turns("Why?"), "pt")]
+    assert read(tmp_path, columns=columns) == [Row("chats/b1", "stem", turns("Why?"), "pt")]
 
 
 def test_turns_are_kept_as_far_as_they_alternate(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_only_the_named_split_is_read(tmp_path: Path) -> None:
     ({"columns": {"prompt": "q", "answer": "a"}}, "columns has no 'answer'; it takes messages, prompt"),
     ({"columns": {"prompt": "nothing"}}, "no column 'nothing'; there are messages, topic"),
     ({"columns": {"prompt": "topic"}, "category": None}, "needs a category"),
-    ({"columns": {"prompt": "topic"}, "source": "elsewhere"}, "no parquet or JSON-lines file"),
+    ({"columns": {"prompt": "topic"}, "source": "elsewhere"}, "no source 'elsewhere'; it has chats"),
     ({"columns": {"prompt": "topic"}, "split": "train_sft"}, "of split 'train_sft'; found train.jsonl"),
 ])
 def test_a_mistake_in_the_profile_is_a_sentence(tmp_path: Path, more: Any, complaint: str) -> None:

