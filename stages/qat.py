@@ -91,7 +91,7 @@ class Quantiser:
         else:
             self.view = RoundTripView(fixed_plan(tensors, settings), tensors)
             self._check(self.view.pack(start.config, tensors))
-        self.trainer = Trainer(job, settings, start.config, start.weights, self.view)
+        self.trainer = Trainer(job, settings, start.config, start.weights, self.view, measured=False)
 
     def run(self, rows: Rows, dev: list[Conversation], path: Path,
             target: TargetStates | None = None) -> dict[str, Any]:

@@ -35,7 +35,8 @@ class RowFisher:
     @torch.no_grad()
     def add(self, name: str, gradient: Tensor) -> None:
         """Count one step's gradient of a matrix in, [rows, columns]."""
-        self.sums[name] += gradient.float().square().mean(dim=1)
+        norms = torch.linalg.vector_norm(gradient, dim=1, dtype=torch.float32)
+        self.sums[name] += norms.square() / gradient.shape[1]
 
     def means(self) -> dict[str, Tensor]:
         """Return the sensitivities, float32 [rows] for each matrix."""

@@ -40,10 +40,11 @@ class Trainer:
         config: the drafter's shape.
         start: its tensors under transformers' names, any floating type.
         view: what the forward pass sees of the masters, e.g. their rounding.
+        measured: whether row sensitivities are measured.
     """
 
     def __init__(self, job: Job, settings: Any, config: ModelConfig, start: Weights,
-                 view: View | None = None) -> None:
+                 view: View | None = None, *, measured: bool = True) -> None:
         set_determinism(settings.deterministic or job.device == "cpu")
         self.job, self.settings, self.config, self.view = job, settings, config, view or Identity()
         placed = {name: start[name].float().to(job.device).clone() for name in sorted(start)}
@@ -56,7 +57,7 @@ class Trainer:
         self.network = Network(config, DTYPES[settings.dtype], job.device, compiled=job.device == "cuda",
                                checkpointing=settings.activation_checkpointing)
         self.optimiser = make_optimiser(settings.optimiser, list(self.trained.values()))
-        rows = {name: len(tensor) for name, tensor in placed.items() if tensor.ndim == 2}
+        rows = {name: len(tensor) for name, tensor in placed.items() if tensor.ndim == 2 and measured}
         self.fisher = RowFisher(rows, self.frozen, settings.steps, job.device)
         self.checkpoints = Checkpoints(job.work, job.checkpoint_s)
         self.step = 0
