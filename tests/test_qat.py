@@ -213,7 +213,7 @@ def test_a_correction_is_found_again_near_the_end(start: Drafter) -> None:
 
 
 @pytest.mark.parametrize(("recipe", "allotment", "said"), [
-    ("entropy", 4_000, "norms, steps and header alone take"),
+    ("entropy", 4_000, "norms, steps and header alone take about"),
     ("entropy", 400_000, "is over 9 bits a weight"),
     ("int4 g32", 40_000, "bytes packed by int4, over the allotment of 40000"),
     ("fp8 untouched", 70_000, "bytes packed by fp8, over the allotment of 70000"),

@@ -2,9 +2,10 @@
 
 code = round(weight / step), without clipping. Rows whose codes have the same rms, to half an octave, are
 coded together, so that one table fits them. A block is a run of rows of one class; its codes become digits,
-several to a byte, and the bytes are coded by zstd, whose Huffman stage does the work (matches of less than 7
-bytes are not looked for: there are none). A code beyond the digits is an escape: its place holds a 0, and gap
-and code stand apart. Which digits suit a block is settled by its size. Measured rates: benchmarks/results.
+several to a byte, and the bytes are coded by zstd, whose Huffman stage does the work (matches are all but not
+looked for: at low rates chance ones cost more than they save). A code beyond the digits is an escape: its
+place holds a 0, and gap and code stand apart. Which digits suit a block is settled by its size. Measured
+rates: benchmarks/results/bits-*.json.
 
 `.codes` is a run of sections, each one zstd frame behind its length (uint32): first the class of every row
 (uint8, [rows]), then for each block a head (`HEAD`) and the frames of digits, escapes' gaps, escapes' codes.
@@ -41,7 +42,8 @@ OPTIONS: dict[int, int] = {
     zstd.CompressionParameter.hash_log: 6,
     zstd.CompressionParameter.chain_log: 6,
     zstd.CompressionParameter.search_log: 1,
-    zstd.CompressionParameter.target_length: 0,
+    zstd.CompressionParameter.target_length: 1 << 17,  # strides, so that next to no match is looked at
+    1002: 1,  # ZSTD_c_literalCompressionMode = enabled; by default strides leave literals as they are
 }
 
 
@@ -84,11 +86,11 @@ def encode(weight: Tensor, _settings: Settings, side: Parts) -> Parts:
     steps = nonzero_steps(side["steps"])
     if not bool((torch.isfinite(steps) & (steps >= 0)).all()):
         raise ValueError("a planned step is negative or not finite")
-    codes = to_codes(weight, steps).to(torch.int16).cpu()
-    ends = (codes.int().abs().amax(1) * steps.cpu().float()).to(torch.bfloat16)
+    codes = to_codes(weight, steps).to(torch.int16)
+    ends = (codes.abs().amax(1) * steps.float()).to(torch.bfloat16)
     if not bool(torch.isfinite(ends).all()):
         raise ValueError(f"row {int((~torch.isfinite(ends)).nonzero()[0])}: rounds to what is not finite")
-    classes = row_classes(codes)
+    classes, codes = row_classes(codes), codes.cpu()
     sections = [_frame(classes.numpy().tobytes())]
     sections[0] = LENGTH.pack(len(sections[0])) + sections[0]
     places = list(_places(classes, codes.shape[1]))

@@ -37,11 +37,13 @@ def weight_count(config: ModelConfig) -> int:
 
 def bits_per_weight(config: ModelConfig, allotment_bytes: int) -> float:
     """Return the bits a matrix weight gets when norms, steps and header are paid; below 0: none is left."""
-    tensors = _shapes(config)
-    vectors = sum(2 * one.numel() for one in tensors if one.ndim == 1)
-    steps = sum(2 * len(one) for one in tensors if one.ndim == 2)
-    left = allotment_bytes - vectors - steps - HEADER_BYTES * len(tensors)
-    return left * 8 / sum(one.numel() for one in tensors if one.ndim == 2)
+    matrices = sum(one.numel() for one in _shapes(config) if one.ndim == 2)
+    return (allotment_bytes - overhead_bytes(config)) * 8 / matrices
+
+
+def overhead_bytes(config: ModelConfig) -> int:
+    """Return the bytes of norms, steps and header, about."""
+    return sum(2 * len(one) + HEADER_BYTES for one in _shapes(config))
 
 
 def table(allotment_bytes: int) -> Iterator[tuple[str, int, int, float]]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from drafter import weights
 from drafter.codecs.entropy import code_bits, to_codes
 from drafter.config import ModelConfig
+from stages.bits.bases import bits_per_weight, overhead_bytes
 from stages.bits.steps import LogSteps, to_steps
 from stages.errors import UserError
 
@@ -20,6 +21,7 @@ HALVINGS = 40
 BY_ESTIMATE = 4  # attempts
 ATTEMPTS = 12
 NEAR = 0.01
+LEAST_BITS = 0.1  # a weight; below, next to nothing is left of a matrix
 MOST_BITS = 9  # a weight, about, at the finest: finer codes would not be told apart by the estimate
 FINEST, COARSEST = -7.0, 8.0  # log2 of a step over its row's rms, on the average of all weights
 
@@ -79,7 +81,7 @@ class Planner:
             UserError: the allotment is too small for norms, steps and header, or larger than codes of
                 MOST_BITS a weight.
         """
-        self._check_floor(tensors, logs)
+        self._check_floor()
         search = _Search(_samples(tensors, logs), AIM_SHARE * self.allotment_bytes)
         best: Packing | None = None
         for _ in range(ATTEMPTS):
@@ -106,15 +108,12 @@ class Planner:
         """Whether a file of this size is 99.5 to 100% of the allotment."""
         return LEAST_SHARE * self.allotment_bytes <= size_bytes <= self.allotment_bytes
 
-    def _check_floor(self, tensors: Mapping[str, Tensor], logs: LogSteps) -> None:
-        empty = {name: torch.zeros(1).expand(tensors[name].shape) if name in logs else tensors[name]
-                 for name in tensors}  # fmt: skip
-        floor = encode(self.config, empty, logs, 0.0).size_bytes
-        if floor > self.allotment_bytes:
+    def _check_floor(self) -> None:
+        if bits_per_weight(self.config, self.allotment_bytes) < LEAST_BITS:
             raise UserError(
-                f"norms, steps and header alone take {floor} bytes, over the allotment of "
-                f"{self.allotment_bytes} (limits.limit_bytes less reserve_bytes); keep fewer start.layers or "
-                "raise the limit"
+                f"norms, steps and header alone take about {overhead_bytes(self.config)} bytes, of an "
+                f"allotment of {self.allotment_bytes} (limits.limit_bytes less reserve_bytes); keep fewer "
+                "start.layers or raise the limit"
             )
 
 

@@ -205,13 +205,13 @@ def fixed_plan(tensors: Mapping[str, Tensor], settings: Qat) -> weights.Plan:
     for name in sorted(tensors):
         entry: Settings = {"codec": "bf16", "shape": list(tensors[name].shape)}
         if tensors[name].ndim == 2:
-            own = settings.codec_embedding if name in (EMBEDDING, HEAD) else None
-            entry["codec"] = own or settings.codec
+            embedding = name in (EMBEDDING, HEAD)
+            entry["codec"] = (settings.codec_embedding if embedding else None) or settings.codec
             if entry["codec"] in ("int4", "nf4"):
                 entry["group"] = settings.group
             if entry["codec"] == "int4" and settings.clip:
                 entry["clip"] = True
-            if settings.rank:
+            if settings.rank and not embedding:  # there it would cost a factor's row for every token
                 entry["rank"] = min(settings.rank, *tensors[name].shape)
             if settings.zstd:
                 entry["zstd"] = settings.zstd
