@@ -12,12 +12,13 @@ from trainers import make_job, make_trainer, own_settings_of_torch  # noqa: F401
 
 from drafter import weights
 from drafter.replay import read_conversations
+from stages.bits.views import RoundTripView, fixed_plan
 from stages.files import digest_of, files_under, read_jsonl
-from stages.profile import load_profile
-from stages.qat import make_plan, straight_through
+from stages.profile import Qat, load_profile
 from stages.training.trainer import Trainer
 from stages.wrapper.record import definition_of, key_of
 
+INT4 = Qat(codec="int4", dtype="float32", steps=0, batch_tokens=512, learning_rate=0.1)
 BUILD_STAGES = ("data", "distill", "fetch", "qat", "teacher", "wheels")
 
 
@@ -130,8 +131,8 @@ def test_limits_that_cannot_be_kept_are_refused_with_their_numbers(mill: Mill, t
 
 def test_serving_decodes_the_very_values_that_were_trained_through(tmp_path: Path) -> None:
     start = dict(make_trainer(tmp_path / "start").finished())
-    plan = make_plan(start, "int4", 32)
-    trainer = make_trainer(tmp_path, view=lambda masters: straight_through(masters, plan))
+    plan = fixed_plan(start, INT4)
+    trainer = make_trainer(tmp_path, view=RoundTripView(plan, start))
     random = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for master in trainer.masters.values():
@@ -157,7 +158,7 @@ def test_tau_of_the_packed_model_is_the_last_that_qat_logged(
 
 def test_packed_weights_are_the_same_file_however_often_they_are_written(tmp_path: Path) -> None:
     tensors = make_trainer(tmp_path).finished()
-    plan = make_plan(tensors, "int4", 32)
+    plan = fixed_plan(tensors, INT4)
     parts = weights.encode(tensors, plan)
     written = set()
     for attempt in range(12):  # the order of a hash map would show
