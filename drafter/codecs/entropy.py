@@ -238,7 +238,10 @@ class _Block:
     def codes(self, device: str) -> Tensor:
         """Return the codes, float32 [size]."""
         packed = from_bytes(expand(self.frames[0], -(-self.size // self.digits.count))).to(device)
-        codes = _table(self.digits, device).index_select(0, packed.int()).flatten()[: self.size]
+        if self.digits.count == 1:
+            codes = packed.float().add_(self.digits.low)
+        else:
+            codes = _table(self.digits, device).index_select(0, packed.int()).flatten()[: self.size]
         if self.escapes:
             where, values = self._escaped()
             codes[where.to(device)] = values.to(device)

@@ -15,7 +15,7 @@ from stages.errors import UserError
 
 LEAST_SHARE = 0.995  # of the allotment that is spent
 AIM_SHARE = 0.998
-SAMPLE_WEIGHTS = 1 << 18  # of each matrix, for estimates
+SAMPLE_WEIGHTS = 1 << 16  # of each matrix, for estimates
 CLOSE = 2e-4  # of the bytes, for estimates
 HALVINGS = 40
 BY_ESTIMATE = 4  # attempts

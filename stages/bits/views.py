@@ -254,7 +254,7 @@ class Grid(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, master: Tensor, steps: Tensor, inverses: Tensor) -> Tensor:
         """Round a matrix, [rows, columns], to its rows' steps, [rows, 1]."""
-        return (master * inverses).round().clamp(-LARGEST_CODE, LARGEST_CODE) * steps
+        return (master * inverses).round_().clamp_(-LARGEST_CODE, LARGEST_CODE).mul_(steps)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
