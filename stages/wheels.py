@@ -24,8 +24,8 @@ TAKES = ("fetch/wheels/*",)
 FILES = ("lock/serve.in", "lock/serve.txt")
 PLACE = "wheels"
 
-# What the server imports, by the name of the distribution in lock/serve.in.
-MODULES = {"sanic": "sanic", "prometheus-client": "prometheus_client"}
+# What the server imports of a distribution in lock/serve.in, where it is not the same name with underscores.
+MODULES = {"backports-zstd": "backports.zstd"}
 
 
 def run(job: Job) -> dict[str, object]:
