@@ -185,6 +185,16 @@ def test_no_secret_is_written_or_said(
     assert any(authorization for *_, authorization in held.asked)  # it was indeed sent
 
 
+def test_a_commit_that_the_hub_does_not_have_is_a_sentence(tmp_path: Path, held: Upstream):
+    declare(tmp_path, FILES)
+    text = (tmp_path / "lock/sources.toml").read_text()
+    (tmp_path / "lock/sources.toml").write_text(text.replace(COMMIT, "f" * 40))
+    with pytest.raises(UserError, match="no such repository, commit or file"):
+        run(tmp_path)
+    assert [row["http_status"] for row in rows(tmp_path)] == [404]
+    assert names(tmp_path) == set()
+
+
 def test_a_hub_that_is_not_there_is_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: list[float]
 ):

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from stages.job import Job
 
@@ -80,6 +80,7 @@ class Upstream:
 
     Attributes:
         files: path in the repository -> bytes; over 1,000 of them it is large (LFS, by redirect).
+        repositories: models/OWNER/NAME or datasets/OWNER/NAME -> files, where there are several.
         index: folder of wheels and source archives, served as a simple index.
         orders: path -> what to do with the next transfers of it, one each; '' is to serve it rightly.
         asked: (method, path, Range, Authorization) of every request.
@@ -87,12 +88,23 @@ class Upstream:
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
+        self.repositories: dict[str, dict[str, bytes]] = {}
         self.index: Path | None = None
         self.orders: dict[str, list[str]] = defaultdict(list)
         self.commit = COMMIT
         self.asked: list[tuple[str, str, str | None, str | None]] = []
         self.released = threading.Event()
         self.address = ""
+
+    def files_at(self, path: str) -> dict[str, bytes] | None:
+        """The files of the repository that a path is about, if there is one, and at that commit."""
+        parts = path.removeprefix("/api/").strip("/").split("/")
+        if parts[0] not in ("models", "datasets"):
+            parts.insert(0, "models")
+        revision = parts[4] if len(parts) > 4 else self.commit
+        if revision not in (COMMIT, self.commit):
+            return None
+        return self.repositories.get("/".join(parts[:3])) if self.repositories else self.files
 
     def transfers(self, name: str) -> list[str | None]:
         """The Range of each transfer of a file, in order."""
@@ -139,7 +151,7 @@ class _Handler(BaseHTTPRequestHandler):
         if path.startswith("/simple/") or path.startswith("/files/"):
             self._index(path)
         elif path.startswith("/api/"):
-            self._listing()
+            self._listing(path)
         elif path.startswith("/cdn/") or "/resolve/" in path:
             self._file(path)
         else:
@@ -160,13 +172,17 @@ class _Handler(BaseHTTPRequestHandler):
         echoed = f"denied for {self.headers.get('Authorization')}".encode()
         self._send(int(status), echoed, **({"Retry_After": wait} if wait else {}))
 
-    def _listing(self) -> None:
+    def _listing(self, path: str) -> None:
         held = self.held
         if held.orders["api"]:
             self._refused(held.orders["api"].pop(0))
             return
+        files = held.files_at(path)
+        if files is None:
+            self._send(404, X_Error_Code="RevisionNotFound")
+            return
         siblings = []
-        for name, content in held.files.items():
+        for name, content in files.items():
             large = {"lfs": {"sha256": sha256(content), "size": len(content), "pointerSize": 130}}
             siblings.append(
                 {"rfilename": name, "size": len(content)} | (large if len(content) > 1000 else {})
@@ -176,18 +192,20 @@ class _Handler(BaseHTTPRequestHandler):
     def _file(self, path: str) -> None:
         held = self.held
         redirected = path.startswith("/cdn/")
-        name = path.removeprefix("/cdn/") if redirected else path.split("/resolve/", 1)[1].split("/", 1)[1]
-        content = held.files.get(name)
+        path = path.removeprefix("/cdn")
+        files = held.files_at(path)
+        name = path.split("/resolve/", 1)[1].split("/", 1)[1]
+        content = None if files is None else files.get(name)
         order = held.orders[name][0] if held.orders[name] else ""
         if content is None:
-            self._send(404, b"", X_Error_Code="EntryNotFound")
+            self._send(404, b"", X_Error_Code="RevisionNotFound" if files is None else "EntryNotFound")
         elif order[:1].isdigit():
             held.orders[name].pop(0)
             self._refused(order)
         elif len(content) > 1000 and not redirected:
             self._send(
                 302,
-                Location=f"{held.address}/cdn/{name}",
+                Location=f"{held.address}/cdn{quote(path)}",
                 X_Linked_Etag=f'"{sha256(content)}"',
                 X_Linked_Size=str(len(content)),
                 X_Repo_Commit=held.commit,
