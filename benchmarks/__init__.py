@@ -1,0 +1,1 @@
+"""Benchmarks: numbers side by side in one run, written to results/ with machine and versions."""

@@ -2,12 +2,12 @@
 
 Usage: python -m benchmarks.train [--shapes smollm2-16 qwen3-0.6b qwen3-1.7b qwen3-4b] [--steps 8]
 
-Random weights and random rows of 512 to 1,024 tokens, three quarters of them continuation (SmolLM2: 100 to 250,
-half of them), top-20 of the target at each. Both loops train the same rows in one process, one after the other:
-ours packed to `batch_tokens`, the plain one padded to its longest row, with about as many tokens. Rates count
-tokens of rows, never padding. Utilisation is model FLOPs over what an 8,192^3 bfloat16 matmul reaches here:
-6 x weights x tokens (output matrix: continuation positions only), 6 x layers x heads x head_dim x sum of
-squared lengths for causal attention; work done twice for activation checkpointing is not counted.
+Random weights and random rows of 512 to 1,024 tokens, three quarters of them continuation (SmolLM2: 100 to
+250, half of them), top-20 of the target at each. Both loops train the same rows in one process, one after
+the other: ours packed to `batch_tokens`, the plain one padded to its longest row, with about as many tokens.
+Rates count tokens of rows, never padding. Utilisation is model FLOPs over what an 8,192^3 bfloat16 matmul
+reaches here: 6 x weights x tokens (output matrix: continuation positions only), 6 x layers x heads x head_dim
+x sum of squared lengths for causal attention; work done twice for activation checkpointing is not counted.
 """
 
 import argparse
@@ -17,7 +17,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +59,13 @@ class Case:
 
 def qwen3(layers: int, hidden: int, mlp: int, heads: int) -> ModelConfig:
     """A Qwen3 shape with a tied embedding."""
-    return ModelConfig(vocab_size=151_936, hidden_size=hidden, intermediate_size=mlp, layers=layers, heads=heads,
-                       kv_heads=8, head_dim=128, rope_theta=1e6, rms_eps=1e-6, tied=True, qk_norm=True)
+    return ModelConfig(vocab_size=151_936, hidden_size=hidden, intermediate_size=mlp, layers=layers,
+                       heads=heads, kv_heads=8, head_dim=128, rope_theta=1e6, rms_eps=1e-6, tied=True,
+                       qk_norm=True)
 
 
-SMOLLM2 = ModelConfig(vocab_size=49_152, hidden_size=576, intermediate_size=1_536, layers=16, heads=9, kv_heads=3,
-                      head_dim=64, rope_theta=1e5, rms_eps=1e-5, tied=True, qk_norm=False)
+SMOLLM2 = ModelConfig(vocab_size=49_152, hidden_size=576, intermediate_size=1_536, layers=16, heads=9,
+                      kv_heads=3, head_dim=64, rope_theta=1e5, rms_eps=1e-5, tied=True, qk_norm=False)
 CASES = {
     "smollm2-16": Case(SMOLLM2, (100, 250), 0.5, 16_384, plain_rows=96),
     "qwen3-0.6b": Case(qwen3(28, 1_024, 3_072, 16), (512, 1_024), 0.75, 16_384, plain_rows=16),
@@ -100,12 +103,12 @@ class Timed(Trainer):
             # The fill of a batch stands at its end; rows are told from it by what they predict.
             ends = batch.bounds_s.tolist()
             last = int(batch.predictors_n[-1]) + 1
-            self.sizes.append([b - a for a, b in zip(ends, ends[1:], strict=False) if b <= last])
+            self.sizes.append([b - a for a, b in pairwise(ends) if b <= last])
             yield batch, known
 
 
 def model_flops(config: ModelConfig, sizes: list[int], positions: int) -> float:
-    """Return the floating-point operations of one step, forwards and backwards; see the module's docstring."""
+    """Return the floating-point operations of one step, both ways; see the module's docstring."""
     inner, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     layer = config.hidden_size * (2 * inner + 2 * kv + 3 * config.intermediate_size)
     body = 6.0 * config.layers * (layer * sum(sizes) + inner * sum(size * size for size in sizes))
@@ -152,10 +155,8 @@ def ours(case: Case, rows: Rows, steps: int, qat: bool) -> dict[str, Any]:
         del start
         began = time.perf_counter()
         trainer.tau = lambda _dev: Tau0  # type: ignore[method-assign,assignment,return-value]
-        try:
+        with suppress(DoneError):
             trainer.train(rows, [])
-        except DoneError:
-            pass
     return report(trainer.tokens, trainer.seconds, trainer.flops,
                   warm_s=time.perf_counter() - began - trainer.seconds)
 
@@ -236,7 +237,8 @@ def plain_of(case: Case, rows: Rows, steps: int, qat: bool, count: int) -> dict[
     with tempfile.TemporaryDirectory() as name:
         arguments = transformers.TrainingArguments(
             output_dir=name, per_device_train_batch_size=count, max_steps=WARM_STEPS + steps, bf16=True,
-            learning_rate=1e-5, gradient_checkpointing=case.checkpointing, logging_steps=10**6, save_strategy="no",
+            learning_rate=1e-5, gradient_checkpointing=case.checkpointing, logging_steps=10**6,
+            save_strategy="no",
             report_to=[], remove_unused_columns=False, disable_tqdm=True, seed=0, dataloader_num_workers=0,
             optim="adamw_torch_fused")
         clock = Clock()
@@ -294,7 +296,8 @@ def measure(name: str, steps: int, rate: float) -> dict[str, Any]:
     """Time both loops, distilling and in QAT, on one shape."""
     case = CASES[name]
     rows = random_rows(case, (WARM_STEPS + steps + 2) * case.batch_tokens)
-    found: dict[str, Any] = {"batch_tokens": case.batch_tokens, "activation_checkpointing": case.checkpointing}
+    found: dict[str, Any] = {"batch_tokens": case.batch_tokens,
+                             "activation_checkpointing": case.checkpointing}
     for loop in (ours, plain):
         for kind in ("distill", "qat"):
             clear()
@@ -314,7 +317,8 @@ def measure(name: str, steps: int, rate: float) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     """Measure, and write benchmarks/results/train-<device>.json."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=CASES, default=list(CASES), help="which shapes")
     parser.add_argument("--steps", type=int, default=8, help=f"timed steps, after {WARM_STEPS} to warm up")
     options = parser.parse_args(argv)
