@@ -19,7 +19,8 @@ from stages.upstream.pip import reason, run_pip
 ROOT = Path(__file__).resolve().parent.parent
 
 # Each lock with the inputs that it answers to. `build` comes first: the others take its versions.
-INPUTS = {"build": ("build.in", "serve.in"), "serve": ("serve.in",), "dev": ("dev.in",)}
+INPUTS = {"build": ("build.in", "serve.in"), "serve": ("serve.in",), "dev": ("dev.in",),
+          "grader": ("grader.in",)}
 OPTIONS = (
     "--generate-hashes",
     "--allow-unsafe",
