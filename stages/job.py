@@ -30,6 +30,7 @@ class Job:
         device: 'cpu' or 'cuda'.
         log: the stage's log file; events are appended to it as JSON lines.
         checkpoint_s: seconds between two checkpoints of a long stage; 0 is as often as it can.
+        runner: what carries stages out, for one that starts containers itself.
     """
 
     stage: str
@@ -42,6 +43,7 @@ class Job:
     device: str
     log: Path
     checkpoint_s: float = 300.0
+    runner: str = "host"
 
     @property
     def kept(self) -> Path:

@@ -9,15 +9,16 @@ import argparse
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from stages.errors import UserError
 from stages.profile import Profile, load_profile
+from stages.wrapper.choice import RUNNERS, choose_runner
 from stages.wrapper.declaration import chain, read_declarations
 from stages.wrapper.digests import Digests
 from stages.wrapper.execution import Shop, StageFailedError, execute
 from stages.wrapper.place import hold
-from stages.wrapper.runner import RUNNERS, choose_runner
 from stages.wrapper.state import check_inputs, state_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,11 +62,11 @@ def ensure(shop: Shop, stage: str) -> None:
 
 def _main(options: argparse.Namespace) -> int:
     profile = load_profile(options.profile, ROOT / "profiles")
-    runner = choose_runner(options.runner)
+    runner, why = choose_runner(ROOT, options.runner)
     declarations = read_declarations(ROOT)
     if options.stage == EVERYTHING:
         stages = list(declarations)
-        print(_headline(profile, runner.name), flush=True)
+        print("\n".join(_headlines(profile, runner.name, why)), flush=True)
     elif options.stage not in declarations:
         raise UserError(f"{options.stage}: there is no such stage. Stages: {', '.join(declarations)}")
     else:
@@ -78,13 +79,14 @@ def _main(options: argparse.Namespace) -> int:
     return 0
 
 
-def _headline(profile: Profile, runner: str) -> str:
+def _headlines(profile: Profile, runner: str, why: str) -> Iterator[str]:
     limits = profile.limits
-    line = (f"draftmill: profile {profile.name}, limit {limits.limit_bytes:,} bytes "
-            f"({limits.allotment_bytes:,} for weights), device {profile.device}, runner {runner}")
+    yield (f"draftmill: profile {profile.name}, limit {limits.limit_bytes:,} bytes "
+           f"({limits.allotment_bytes:,} for weights), device {profile.device}, runner {runner}")
+    if why:
+        yield f"draftmill: {why}"
     if profile.device == "cpu" and shutil.which("nvidia-smi"):
-        line += "\ndraftmill: this machine has a GPU; the contest's job is PROFILE=qwen3-8b"
-    return line
+        yield "draftmill: this machine has a GPU; the contest's job is PROFILE=qwen3-8b"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -97,8 +99,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("stage", help="a stage, or 'all'")
     parser.add_argument("--profile", default=os.environ.get("PROFILE") or "smollm2",
                         help="profiles/NAME.toml (default: $PROFILE, else smollm2)")
-    parser.add_argument("--runner", default=os.environ.get("RUNNER") or "host",
-                        help=f"where it runs: {', '.join(RUNNERS)} (default: $RUNNER, else host)")
+    parser.add_argument("--runner", default=os.environ.get("RUNNER") or "",
+                        help=f"where it runs: {', '.join(RUNNERS)} (default: $RUNNER, else the first of the "
+                             "engines that answers and has its images, else host)")
     parser.add_argument("--with-upstream", action="store_true", help="first run the stages that it rests on")
     return parser
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("stages", "drafter", "profiles", "lock")
+FOLDERS = ("stages", "drafter", "profiles", "lock", "docker")
 FILES = ("serve.sh", "LICENSE", "Makefile")
 STAGES = ("fetch", "data", "teacher", "distill", "qat", "wheels", "pack", "selfcheck")
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

@@ -197,7 +197,8 @@ def test_a_profile_for_a_gpu_stops_where_there_is_none(workshop: Workshop) -> No
 
 
 def test_mistakes_on_the_command_line(workshop: Workshop) -> None:
-    assert "Runners: host, system" in workshop.run("all", "--runner", "docker", code=2)
+    said = workshop.run("all", "--runner", "hots", code=2)
+    assert "RUNNER=hots: there is no such runner. Runners: docker, podman, host, system" in said
     assert "Stages: fetch, data, distill, pack" in workshop.run("distil", code=2)
     assert "data has not run: make data" in workshop.run("distill", code=2)
     workshop.replace("stages/data.py", '"fetch/{target.source}/*"', '"fetsh"')

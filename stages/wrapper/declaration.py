@@ -27,6 +27,7 @@ class Declaration:
         plugins: pairs of a dotted config path and a package; the config's values name modules of it.
         place: folder of its outputs, relative to the repository; None is build/<profile>/<stage>.
         in_place: it writes its files itself, atomically, into its place.
+        conducts: it starts containers itself, so it runs on the host under every runner.
     """
 
     stage: str
@@ -38,6 +39,7 @@ class Declaration:
     plugins: tuple[tuple[str, str], ...] = ()
     place: str | None = None
     in_place: bool = False
+    conducts: bool = False
 
     @property
     def upstream(self) -> tuple[str, ...]:

@@ -1,7 +1,5 @@
 """One run of one stage: apart, beside its place, moved in when whole, its record written last."""
 
-import os
-import platform
 import sys
 import time
 from dataclasses import dataclass
@@ -91,17 +89,19 @@ def _work_apart(shop: Shop, declaration: Declaration, definition: dict[str, Any]
     inputs = {name: shop.place(name) for name in declaration.upstream}
     network = stage == NETWORK_STAGE
     devices = int(shop.profile.device == "cuda" and "torch" in declaration.libraries)
+    writes = (out, work.parent, log.parent)
     spec = {name: definition[name] for name in ("stage", "config", "seed", "device")}
     spec |= {"inputs": {name: str(folder) for name, folder in inputs.items()}, "out": str(out),
              "work": str(work), "root": str(shop.root), "log": str(log), "result": str(result_path),
-             "key": key, "devices": devices, "parent": os.getpid(),
-             "checkpoint_s": 60 * shop.profile.checkpoints.minutes}
+             "key": key, "devices": devices, "runner": shop.runner.name, "network": network,
+             "checkpoint_s": 60 * shop.profile.checkpoints.minutes,
+             "writes": [str(folder) for folder in writes]}
     write_atomic(spec_path, canonical_json(spec))
     result_path.unlink(missing_ok=True)
     code = shop.runner.run(Call(
-        argv=("-m", "stages.wrapper.worker", str(spec_path)), env=environment(shop.root, network),
-        root=shop.root, reads=(shop.root, *inputs.values()), writes=(out, work.parent, log.parent),
-        network=network, devices=devices))
+        stage=stage, spec=spec_path, env=environment(shop.root, network), root=shop.root,
+        reads=tuple(inputs.values()), writes=writes, network=network,
+        devices=devices, conducts=declaration.conducts))
     if code > SIGNALLED:
         print(f"draftmill: {stage}: stopped (exit code {code}); the same command goes on from where it was",
               file=sys.stderr)
@@ -130,11 +130,8 @@ def _digest(stage: str, path: Path, digests: Digests) -> str:
 
 def _facts(shop: Shop, stage: str, started: float) -> dict[str, Any]:
     finished = time.time()
-    unlocked = shop.runner.unlocked(shop.root)
     return {
-        "profile": shop.profile.name, "runner": shop.runner.name,
-        "locked": not unlocked, "unlocked": unlocked,
-        "python": platform.python_version(), "platform": platform.platform(),
+        "profile": shop.profile.name, "runner": shop.runner.name, **shop.runner.facts(),
         "cpu": _first("/proc/cpuinfo", "model name"), "threads": threads(),
         "driver": _first("/proc/driver/nvidia/version", "NVRM version"),
         "started": _utc(started), "finished": _utc(finished), "seconds": round(finished - started, 1),

@@ -1,18 +1,15 @@
-"""The seam at which a stage leaves this process: a call, and the runners that can carry it out."""
+"""The seam at which a stage leaves this process: a call, and the runner that carries it out right here."""
 
-import importlib.metadata
 import os
-import re
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
-from stages.errors import UserError
 from stages.wrapper.redaction import network_environment
 
 PASSED = ("PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "TERM", "COLUMNS", "LD_LIBRARY_PATH", "CUDA_HOME",
@@ -25,7 +22,7 @@ FIXED = {
     "TOKENIZERS_PARALLELISM": "false", "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-PIN = re.compile(r"^([A-Za-z0-9._-]+)(?:\[[^\]]*\])?==([^\s;\\]+)", re.MULTILINE)
+WORKER = ("-m", "stages.wrapper.worker")
 
 
 @dataclass(frozen=True)
@@ -33,88 +30,78 @@ class Call:
     """What a stage's process is given, in terms that a container can honour as well.
 
     Attributes:
-        argv: what to execute, after the interpreter.
+        stage: whose call it is.
+        spec: the file that says what the worker is to do.
         env: the whole environment.
         root: the repository, the working folder.
-        reads: paths that it reads.
+        reads: what it reads beside the repository's code.
         writes: paths that it writes.
         network: whether it may meet a network.
         devices: how many GPUs it needs.
+        conducts: whether it starts containers itself, and so stays outside of one.
     """
 
-    argv: tuple[str, ...]
+    stage: str
+    spec: Path
     env: Mapping[str, str]
     root: Path
     reads: tuple[Path, ...]
     writes: tuple[Path, ...]
     network: bool
     devices: int
+    conducts: bool = False
 
 
 class Runner(Protocol):
-    """Carries out calls: on this machine, or one day in a container."""
+    """Carries out calls: on this machine, or in containers."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What RUNNER calls it."""
 
     def run(self, call: Call) -> int:
         """Execute a call, pass SIGINT and SIGTERM on to it, and return its exit code."""
 
-    def unlocked(self, root: Path) -> dict[str, list[str]]:
-        """Return the libraries whose version is not the lock's: name -> [locked, found]."""
+    def facts(self) -> dict[str, Any]:
+        """Return what a record says of where the stage ran, beside the runner's name."""
 
 
+@dataclass(frozen=True)
 class Host:
     """This machine, in the virtual environment that was installed from the hashed lock."""
 
-    name = "host"
+    name: str = "host"
 
     def run(self, call: Call) -> int:
         """Execute a call with the interpreter that runs now, in a session of its own."""
-        child = subprocess.Popen([sys.executable, *call.argv], env=dict(call.env), cwd=call.root,
-                                 start_new_session=True)
-        asked: list[int] = []
+        command = [sys.executable, *WORKER, str(call.spec), "--parent", str(os.getpid())]
+        child = subprocess.Popen(command, env=dict(call.env), cwd=call.root, start_new_session=True)
+        return see_to_its_end(child, child.kill)
 
-        def pass_on(number: int, _frame: FrameType | None) -> None:
-            asked.append(number)  # whoever asks twice does not want to wait
-            child.send_signal(number if len(asked) == 1 else signal.SIGKILL)
-
-        before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            code = child.wait()
-        finally:
-            _sweep(child.pid)
-            for number, handler in before.items():
-                signal.signal(number, handler)
-        return code if code >= 0 else 128 - code
-
-    def unlocked(self, root: Path) -> dict[str, list[str]]:
-        """Compare what is installed with lock/build.txt."""
-        try:
-            pins = PIN.findall((root / "lock" / "build.txt").read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return {"lock/build.txt": ["present", "missing"]}
-        found = {name: [locked, _version(name)] for name, locked in pins}
-        return {name: pair for name, pair in found.items() if pair[0] != pair[1].partition("+")[0]}
+    def facts(self) -> dict[str, Any]:
+        """Return nothing: the worker says what it saw."""
+        return {}
 
 
-class System(Host):
-    """This machine with whatever its `python3` has: for borrowed machines."""
+def see_to_its_end(child: "subprocess.Popen[bytes]", kill: Callable[[], object]) -> int:
+    """Wait for a process that leads a session of its own, pass signals on, and return its exit code."""
+    asked: list[int] = []
 
-    name = "system"
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        asked.append(number)  # whoever asks twice does not want to wait
+        if len(asked) == 1:
+            child.send_signal(number)
+        else:
+            kill()
 
-
-RUNNERS: dict[str, type[Host]] = {runner.name: runner for runner in (Host, System)}
-
-
-def choose_runner(name: str) -> Runner:
-    """Return the runner of a name.
-
-    Raises:
-        UserError: there is none; the text names those that exist.
-    """
-    if name not in RUNNERS:
-        raise UserError(f"RUNNER={name}: there is no such runner. Runners: {', '.join(RUNNERS)}")
-    return RUNNERS[name]()
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        code = child.wait()
+    finally:
+        _sweep(child.pid)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return code if code >= 0 else 128 - code
 
 
 def environment(root: Path, network: bool) -> dict[str, str]:
@@ -147,10 +134,3 @@ def _sweep(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
         return
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "missing"

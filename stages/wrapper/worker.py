@@ -1,15 +1,21 @@
-"""Runs one stage function in a process of its own: `python -m stages.wrapper.worker SPEC.json`.
+"""Runs one stage function in a process of its own.
 
-The spec is written by `stages.run`; nothing here knows of make, containers or records.
+    python -m stages.wrapper.worker SPEC.json --parent PID      on the host, and dies with that process
+    python -m stages.wrapper.worker SPEC.json --contained       in a container: dies when its input closes
+
+The spec is written by `stages.run`; nothing here knows of make, engines or records.
 """
 
+import argparse
 import ctypes
 import importlib
 import json
 import os
+import platform
 import resource
 import signal
 import sys
+import threading
 import traceback
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -21,30 +27,45 @@ from stages.errors import UserError
 from stages.files import write_json
 from stages.job import Job
 from stages.profile import Profile
+from stages.wrapper.confinement import breach, watch_network
 from stages.wrapper.redaction import hide_secrets
+from stages.wrapper.unlocked import unlocked
 
 PR_SET_PDEATHSIG = 1
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the stage that the spec names; return 0, 2 for a user's mistake, 1 for a fault, 130 or 143."""
-    arguments = sys.argv[1:] if argv is None else argv
-    spec = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
-    _die_with(spec["parent"])
+    parser = argparse.ArgumentParser(prog="python -m stages.wrapper.worker")
+    parser.add_argument("spec", type=Path)
+    parser.add_argument("--parent", type=int)
+    parser.add_argument("--contained", action="store_true")
+    options = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, _stop)
+    if options.parent:
+        _die_with(options.parent)
+    if options.contained:
+        _die_with_input()
+    spec = json.loads(options.spec.read_text(encoding="utf-8"))
     job = _job(spec)
+    if options.contained and not spec["network"]:
+        watch_network(job)
     job.event("started", key=spec["key"])
     try:
         _check_devices(spec["devices"])
         metrics = importlib.import_module(f"stages.{job.stage}").run(job)
-        result = {"metrics": metrics, **_seen(spec["devices"])}
+        result = {"metrics": metrics, **_seen(job.root, spec["devices"])}
         write_json(Path(spec["result"]), json.loads(hide_secrets(json.dumps(result, allow_nan=False))))
     except UserError as error:
         job.event("refused", reason=str(error))
         print(hide_secrets(f"draftmill: {job.stage}: {error}"), file=sys.stderr)
         return 2
     except Exception as error:
+        if options.contained and (sentence := breach(error, job, spec["writes"])):
+            job.event("refused", reason=sentence)
+            print(hide_secrets(f"draftmill: {job.stage}: {sentence}"), file=sys.stderr)
+            return 2
         job.event("failed", error=repr(error), traceback=traceback.format_exc())
         story = job.log.relative_to(job.root)
         print(hide_secrets(f"draftmill: {job.stage}: failed: {_brief(error)}; the whole story is in {story}"),
@@ -60,6 +81,16 @@ def _die_with(parent: int) -> None:
         sys.exit(143)
 
 
+def _die_with_input() -> None:
+    """End when standard input closes: a container would outlive its caller; the caller's pipe does not."""
+    def wait() -> None:
+        while os.read(0, 4096):
+            pass
+        os._exit(128 + signal.SIGKILL)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 def _stop(number: int, _frame: FrameType | None) -> NoReturn:
     sys.exit(128 + number)
 
@@ -69,7 +100,7 @@ def _job(spec: dict[str, Any]) -> Job:
     inputs = {stage: Path(folder) for stage, folder in spec["inputs"].items()}
     sections = {name: _section(name, value) for name, value in spec["config"].items()}
     return Job(stage=spec["stage"], config=SimpleNamespace(**sections), inputs=inputs, seed=spec["seed"],
-               device=spec["device"], checkpoint_s=spec["checkpoint_s"], **paths)
+               device=spec["device"], checkpoint_s=spec["checkpoint_s"], runner=spec["runner"], **paths)
 
 
 def _section(name: str, value: object) -> object:
@@ -89,10 +120,14 @@ def _check_devices(needed: int) -> None:
                             "used here; look at nvidia-smi and CUDA_VISIBLE_DEVICES, or choose a CPU profile")
 
 
-def _seen(devices: int) -> dict[str, object]:
+def _seen(root: Path, devices: int) -> dict[str, object]:
+    """What the record says of where the stage ran, seen from where it ran."""
     whose = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     peak_kib = max(resource.getrusage(who).ru_maxrss for who in whose)
-    seen: dict[str, object] = {"peak_rss_bytes": peak_kib * 1024}
+    strangers = unlocked(root)
+    seen: dict[str, object] = {
+        "peak_rss_bytes": peak_kib * 1024, "python": platform.python_version(),
+        "platform": platform.platform(), "locked": not strangers, "unlocked": strangers}
     if devices:
         import torch  # noqa: PLC0415
 
