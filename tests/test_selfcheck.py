@@ -2,6 +2,7 @@
 
 import ast
 import hashlib
+import itertools
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from engines import podman_or_skip
 from safetensors.numpy import save_file
 
 from drafter.replay import Conversation, replay_offline, summary
@@ -21,12 +23,13 @@ from stages.profile import Limits, Selfcheck
 from stages.rehearsal.client import Terms, replay_http
 from stages.rehearsal.gates import REHEARSED, static_gates
 from stages.rehearsal.isolation import command
+from stages.rehearsal.projection import openings, windows
 from stages.rehearsal.server import HANDED_ON
 from stages.size import survey
 
 # Counts upwards: right until the continuation jumps. FAULT tells it what to do wrong.
 SERVER = r"""
-import itertools, json, os, time
+import itertools, json, os, signal, sys, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 FAULT = "%s"
 count = itertools.count(1)
@@ -80,6 +83,8 @@ if FAULT == "never ready":
 if FAULT == "writes":
     (open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "cache.bin"), "w")).close()
 if __name__ == "__main__":
+    # The first process of a container has no default for this signal.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     print("serving as", os.environ["MODEL_NAME"], sorted(os.environ), flush=True)
     Server((os.environ["HOST"], int(os.environ["PORT"])), Handler).serve_forever()
 """
@@ -133,9 +138,18 @@ def write_set(path, talks):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+@pytest.fixture(params=["host", "podman"])
+def runner(request):
+    """Where the rehearsal is held: on this machine, and in the grader's twin."""
+    return request.param if request.param == "host" else podman_or_skip()
+
+
 @pytest.fixture
-def bench(tmp_path):
+def bench(tmp_path, runner):
     """Return a function that checks a submission: (report, the sentence it was refused with or None)."""
+    (tmp_path / "lock").mkdir()
+    (tmp_path / "lock" / "serve.txt").write_text("")
+    (tmp_path / "lock" / "build.txt").write_text("")
     teacher = tmp_path / "teacher"
     teacher.mkdir()
     ids = np.array([1, 2, 3, 1, 2, 4], dtype=np.int32)
@@ -150,7 +164,7 @@ def bench(tmp_path):
         config = SimpleNamespace(limits=limits, selfcheck=RULES.model_copy(update=rules))
         job = Job(stage="selfcheck", config=config, inputs={"pack": folder, "teacher": teacher}, out=out,
                   work=tmp_path, root=tmp_path, seed=0, device="cpu",
-                  log=tmp_path / "logs" / "p" / "selfcheck.log")
+                  log=tmp_path / "logs" / "p" / "selfcheck.log", runner=runner)
         refused = None
         try:
             selfcheck.run(job)
@@ -172,30 +186,37 @@ def failed(report):
     return [row["name"] for row in report["gates"] if row["passed"] is False]
 
 
-def test_a_whole_submission_passes_and_its_tau_is_the_offline_one(tmp_path, bench):
+def test_a_whole_submission_passes_and_its_tau_is_the_offline_one(tmp_path, bench, runner):
     folder = submission(tmp_path / "output")
     (folder / "drafter" / "again.py").symlink_to("server.py")
     write_sums(folder)
     report, refused = bench(folder)
     assert (refused, failed(report), report["stage_reached"]) == (None, [], "stop")
-    assert [row["passed"] for row in report["gates"]] == [True] * (3 + len(REHEARSED))
+    assert [row["passed"] for row in report["gates"]] == [True] * (4 + len(REHEARSED))
     for name, talks in {"examples": conversations(8), "dev": conversations(6, seed=1)}.items():
         offline = summary(talks, [replay_offline(talk, counting) for talk in talks])
         assert report["tau"][name] == json.loads(json.dumps(offline.to_json()))
         for beaten in report["baselines"][name].values():
             assert beaten["difference"]["low"] > 0
             assert beaten["difference"]["difference"] == pytest.approx(offline.tau - beaten["tau"])
-    scaled = report["replays"]["examples"]["serving_seconds"] * 44314 / report["tau"]["examples"]["tokens"]
-    assert gate(report, "serving time")["value"] == pytest.approx(scaled)
+    seconds = {name: replay["serving_seconds"] * 44314 / replay["tokens"]
+               for name, replay in report["replays"].items()}
+    assert gate(report, "serving time")["value"] == pytest.approx(seconds["windows"])
+    assert f"so this is {seconds['windows'] / seconds['examples'] - 1:+.0%} off" in gate(
+        report, "serving time")["text"]
     assert gate(report, "size")["margin"] == LIMITS.limit_bytes - sum(report["bytes"].values())
     # A clean environment: nothing of ours is handed on.
     (line,) = report["server_log"]
     assert line.startswith("serving as submission")
-    handed = {"HOME", "HOST", "LANG", "MODEL_NAME", "PATH", "PORT", "TMPDIR"}
+    handed = {"HOME", "HOST", "LANG", "MODEL_NAME", "PATH", "PORT"}
+    of_engine = {"container", "HOSTNAME", "TERM", "LD_LIBRARY_PATH", "TMPDIR"}
     found = set(ast.literal_eval(line.partition("submission ")[2]))
-    assert found - {"PWD", "SHLVL", "_", *HANDED_ON} == handed
+    assert found - {"PWD", "SHLVL", "_", *HANDED_ON, *of_engine} == handed
+    assert report["environment"]["twin"].startswith("none" if runner == "host" else "podman, localhost/")
+    assert report["device"]
 
 
+@pytest.mark.parametrize("runner", ["host"])
 def test_the_network_is_taken_away_where_the_system_lets_it(tmp_path, bench):
     probe = command("--no-network", command=["bash", "-c", "echo $DRAFTMILL_NETWORK"])
     possible = subprocess.run(probe, capture_output=True, text=True, check=True).stdout.strip()
@@ -221,10 +242,12 @@ def test_the_network_is_taken_away_where_the_system_lets_it(tmp_path, bench):
         ("", {"budget_s": 0.01, "heldout_tokens": 10**9}, ["serving time"], "scaled to 1,000,000,000"),
     ],
 )
-def test_a_fault_while_serving(tmp_path, bench, fault, rules, gates, sentence):
+def test_a_fault_while_serving(tmp_path, bench, runner, fault, rules, gates, sentence, monkeypatch):
+    monkeypatch.setattr(selfcheck, "STOP_TIMEOUT_S", 3.0)
     report, refused = bench(submission(tmp_path / "output", fault), **rules)
     assert failed(report) == gates
     assert sentence in refused
+    assert runner == "host" or report["environment"]["network"] == "none"
     if fault == "dies":
         assert report["server_log"][-1] == "the last words"
 
@@ -233,7 +256,7 @@ def test_a_fault_while_serving(tmp_path, bench, fault, rules, gates, sentence):
     ("serve", "gate_name", "sentence"),
     [
         ("echo no weights; exit 7\n", "start", "serve.sh ended with code 7 after"),
-        (SERVE.removeprefix("exec ") + "echo\n", "stop", "1 of its processes were left running"),
+        (f"trap '' TERM\n{SERVE.removeprefix('exec ')}", "stop", "still running"),
     ],
 )
 def test_a_fault_of_serve_sh(tmp_path, bench, serve, gate_name, sentence, monkeypatch):
@@ -241,6 +264,15 @@ def test_a_fault_of_serve_sh(tmp_path, bench, serve, gate_name, sentence, monkey
     report, refused = bench(submission(tmp_path / "output", serve=serve))
     assert failed(report) == [gate_name]
     assert sentence in refused
+
+
+@pytest.mark.parametrize("runner", ["host"])
+def test_a_server_that_outlives_serve_sh(tmp_path, bench, monkeypatch):
+    """In a container nothing can."""
+    monkeypatch.setattr(selfcheck, "STOP_TIMEOUT_S", 1.0)
+    report, refused = bench(submission(tmp_path / "output", serve=SERVE.removeprefix("exec ") + "echo\n"))
+    assert failed(report) == ["stop"]
+    assert "1 of its processes were left running" in refused
 
 
 def remove(name):
@@ -287,16 +319,17 @@ def damage(folder):
 def test_a_fault_that_can_be_seen_before_the_start(tmp_path, change, gate_name, sentence):
     folder = submission(tmp_path / "output")
     change(folder)
-    gates = {row.name: row for row in static_gates(survey(folder), LIMITS)}
+    gates = {row.name: row for row in static_gates(survey(folder), LIMITS, {})}
     assert gates.pop(gate_name).text.find(sentence) >= 0
     assert all(row.passed for row in gates.values())
 
 
+@pytest.mark.parametrize("runner", ["host"])
 def test_one_byte_over_the_limit_is_never_started(tmp_path, bench):
     folder = submission(tmp_path / "output")
     total = survey(folder).total_bytes
     exact = Limits(limit_bytes=total, reserve_bytes=total - 1)
-    assert all(row.passed for row in static_gates(survey(folder), exact))
+    assert all(row.passed for row in static_gates(survey(folder), exact, {}))
     over = Limits(limit_bytes=total - 1, reserve_bytes=1)
     report, refused = bench(folder, limits=over)
     assert failed(report) == ["size"]
@@ -304,6 +337,28 @@ def test_one_byte_over_the_limit_is_never_started(tmp_path, bench):
     assert [row["name"] for row in report["gates"] if row["passed"] is None] == list(REHEARSED)
     assert report["stage_reached"] == "files"
     assert report["tau"] == {}
+
+
+def test_windows_are_those_of_the_contest():
+    talks = [Conversation(str(n), "math", (1, n), tuple(range(256))) for n in range(40)]
+    found = windows(talks)
+    assert sum(len(talk.continuation) for talk in found) == 2432
+    starts = [len(talk.prompt) - 2 for talk in found]
+    assert (starts[0], starts[-1]) == (0, 256 - 76)
+    assert {after - before for before, after in itertools.pairwise(starts)} <= {5, 6}
+    for talk, start in zip(found, starts, strict=True):
+        whole = talks[int(talk.id)]
+        assert talk.prompt == whole.prompt + whole.continuation[:start]
+        assert talk.continuation == whole.continuation[start : start + 76]
+    assert len({talk.id for talk in found}) == 32
+    assert {found[0].id, found[-1].id} == {"0", "39"}
+    assert [talk.continuation for talk in openings(talks[:2])] == [tuple(range(76))] * 2
+
+
+def test_windows_of_few_short_conversations_are_these():
+    talks = [*conversations(3), Conversation("none", "math", (1,), ())]
+    assert windows(talks) == talks[:3]
+    assert windows([]) == []
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """The gates between a submission and its hand-in, each with the value seen, the limit and the margin."""
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -9,16 +10,26 @@ from rich.table import Table
 
 from stages.profile import Limits, Selfcheck
 from stages.rehearsal.review import review
+from stages.rehearsal.wheels import wheel_faults
 from stages.size import Survey, verdict
+from stages.upstream.pins import Pin
 
 REHEARSED = ("start", "smoke", "empty drafts", "failed requests", "serving time", "health after", "stop",
              "unchanged")
-# The set whose replay stands for the held-out one.
+# The set whose replay stands for the held-out one, and its windows, from which the serving time is projected.
 GRADED = "examples"
+WINDOWS = "windows"
 STOP_TIMEOUT_S = 20.0
 # 143 is a shell's word for SIGTERM, -15 Python's.
 CLEAN_EXITS = (0, 143, -15)
 NAMED_AT_MOST = 5
+# What the last words of a server that did not come up mean at the grader's.
+HINTS = (
+    (r"Read-only file system|Permission denied",
+     "at the grader's it may write to /submission, /tmp and /opt/venv only"),
+    (r"Network is unreachable|[Nn]ame resolution|Name or service not known|No address associated",
+     "the grader has no network"),
+)
 
 
 @dataclass(frozen=True)
@@ -55,15 +66,16 @@ def _few(sentences: list[str], otherwise: str) -> str:
     return (shown + (f"; and {more} more" if more > 0 else "")) or otherwise
 
 
-def static_gates(found: Survey, limits: Limits) -> list[Gate]:
-    """Judge what can be seen without starting anything."""
-    wrong = review(found)
+def static_gates(found: Survey, limits: Limits, pins: Mapping[str, Pin]) -> list[Gate]:
+    """Judge what can be seen without starting anything; `pins` is what lock/serve.txt has."""
+    wrong, wheels = review(found), list(wheel_faults(found, pins))
     size = next((text for text in verdict(found, limits) if "over the limit" in text), "")
     links = [f"{name} {reason}" for name, reason in found.faults]
     return [
         _at_most("review", len(wrong), 0, _few(wrong, "declaration, evidence and sums are there and right")),
         _at_most("size", found.total_bytes, limits.limit_bytes, size or f"{len(found.files)} files"),
         _at_most("files", len(links), 0, _few(links, "every entry can be copied")),
+        _at_most("wheels", len(wheels), 0, _few(wheels, "unmodified, and the grader's Python takes them")),
     ]
 
 
@@ -89,8 +101,16 @@ def _judged(seen: dict[str, Any], rules: Selfcheck) -> Iterator[Gate]:
 
 def _start(seen: dict[str, Any], limit_s: float) -> Gate:
     if "start_s" not in seen:
-        return Gate("start", False, None, limit_s, None, seen["reason"])
+        return Gate("start", False, None, limit_s, None, _with_last_words(seen["reason"], seen["log_tail"]))
     return _at_most("start", seen["start_s"], limit_s, f"/health answered 200 after {seen['start_s']:.1f} s")
+
+
+def _with_last_words(reason: str, log: list[str]) -> str:
+    # serve.sh only says that the server went, and the line before it why.
+    lines = [line.strip() for line in log if line.strip()]
+    words = next((line for line in reversed(lines) if not line.startswith("serve.sh:")), (lines or [""])[-1])
+    hints = [hint for pattern, hint in HINTS if re.search(pattern, "\n".join(log))]
+    return "; ".join([reason, *([f"its last words: {words}"] if words else []), *hints])
 
 
 def _smoke(smoke: dict[str, Any]) -> Gate:
@@ -111,11 +131,23 @@ def _replays(sets: dict[str, Any], rules: Selfcheck) -> Iterator[Gate]:
         text += "; gave up: nobody answers"
     yield _at_most("failed requests", worst["failure_share"], rules.failure_share,
                    "; ".join([text, *worst["reasons"][:1]]), also=not worst["gave_up"])
-    graded = sets[GRADED]
-    seconds = graded["serving_seconds"] * rules.heldout_tokens / max(graded["tokens"], 1)
-    yield _at_most("serving time", seconds, rules.budget_s,
-                   f"{graded['serving_seconds']:.1f} s for {graded['tokens']:,} tokens, "
-                   f"scaled to {rules.heldout_tokens:,}", also=not graded["over_budget"])
+    yield _serving_time(sets, rules)
+
+
+def _serving_time(sets: dict[str, Any], rules: Selfcheck) -> Gate:
+    """Scale the time of the windows to the held-out set as the contract does; compare the whole examples."""
+    measured = sets.get(WINDOWS, sets[GRADED])
+    seconds, whole = (_scaled(replay, rules.heldout_tokens) for replay in (measured, sets[GRADED]))
+    text = (f"{measured['serving_seconds']:.1f} s for {measured['tokens']:,} tokens, "
+            f"scaled to {rules.heldout_tokens:,}")
+    if WINDOWS in sets and whole:
+        text += f"; the whole examples scale to {whole:,.0f} s, so this is {seconds / whole - 1:+.0%} off"
+    over = any(replay["over_budget"] for replay in sets.values())
+    return _at_most("serving time", seconds, rules.budget_s, text, also=not over)
+
+
+def _scaled(replay: dict[str, Any], tokens: int) -> float:
+    return float(replay["serving_seconds"]) * tokens / max(int(replay["tokens"]), 1)
 
 
 def _stop(stop: dict[str, Any]) -> Gate:
