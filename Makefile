@@ -1,6 +1,6 @@
 # draftmill's front door. `make` prints the targets; everything else is a Python module with a --help of its own.
 PROFILE ?= smollm2
-RUNNER  ?= host
+RUNNER  ?=
 PYTHON  ?=
 export PROFILE RUNNER
 # Two busy processes with spinning OpenMP threads slow each other tenfold.
@@ -13,7 +13,7 @@ PY := $(if $(filter system,$(RUNNER)),python3,.venv/bin/python)
 .DEFAULT_GOAL := help
 # Goals one after the other even under -j: `make -j8 clean all` is clean, then all.
 .NOTPARALLEL:
-.PHONY: help all install plan $(STAGES) size-check verify report serve plan-bits inspect bench-bits bench-tau test lint lock lock-sources clean clean-all
+.PHONY: help all install plan $(STAGES) rehearse size-check verify report serve plan-bits inspect bench-bits bench-tau test lint lock lock-sources images base-image clean clean-all
 
 # Run $(1) with the first Python 3.12 that really runs (a pyenv shim may be on PATH and refuse).
 define with_python_312
@@ -41,6 +41,8 @@ $(STAGES): install
 ##@ Look
 plan: install ## what each stage would do, take and leave
 	@$(PY) -m stages.plan
+rehearse: install ## rehearse output/ again, without a record (QUICK=1: only the examples' openings)
+	@$(PY) -m stages.rehearse $(if $(QUICK),--quick)
 report: install ## tau, bytes, gates and times of what was built
 	@$(PY) -m stages.report
 size-check: install ## bytes of output/ by component; fails over the limit
@@ -75,10 +77,14 @@ lock: install ## make lock/*.txt from lock/*.in again
 	@$(PY) -m stages.lock
 lock-sources: install ## fill in the hashes of a hub source (SOURCE=qwen3-8b), where the hub can be reached
 	@$(PY) -m stages.upstream.relock $(SOURCE)
+images: install ## build the pinned images of docker/ for RUNNER=docker or podman; needs an image registry
+	@docker/images "$(PY)"
+base-image: install ## make a base image without an image registry; needs root, debootstrap and podman or docker
+	@docker/base "$(PY)"
 clean: ## remove build/, logs/, wheels/ and output/
 	@$(call with_python_312,-m stages.clean)
 clean-all: ## the same, and vendor/ and .venv/
 	@$(call with_python_312,-m stages.clean --all)
 help: ## this text
-	@echo 'draftmill: make TARGET [PROFILE=$(PROFILE)] [RUNNER=host|system]'
+	@echo 'draftmill: make TARGET [PROFILE=$(PROFILE)] [RUNNER=docker|podman|host|system]'
 	@awk '/^##@ /{print "\n" substr($$0, 5)} /^[a-z-]+:.* ## /{split($$0, part, ":.* ## |: ## "); printf "  %-14s%s\n", part[1], part[2]}' Makefile
