@@ -2,8 +2,9 @@
 
     make bench-bits                     (torchao and llama-cpp-python are used where they are installed)
 
-Every arm of a matrix runs in this one process on as many threads as torch has; speeds are the best of three.
-Writes benchmarks/results/bits-DEVICE.json. Error: squared error over the matrix's squares.
+Every arm of a matrix runs in this one process. Speeds are million weights for each second of processor time,
+all threads counted: what one core does, on a busy machine too; the best of three. Error: squared error over
+the matrix's squares. Writes benchmarks/results/bits-DEVICE.json.
 """
 
 import argparse
@@ -47,7 +48,7 @@ GGML = {"Q4_K": (12, 4.5), "Q3_K": (11, 3.4375), "Q2_K": (10, 2.625), "TQ1_0": (
 
 @dataclass(frozen=True)
 class Result:
-    """One arm on one matrix; speeds in million weights a second, error against the matrix's own power."""
+    """One arm on one matrix; million weights a core and second, error against its own power."""
 
     matrix: str
     arm: str
@@ -75,12 +76,12 @@ def matrices(seed: int) -> Iterator[tuple[str, Tensor]]:
 
 
 def timed(call: Callable[[], Any]) -> tuple[Any, float]:
-    """Return the result and the seconds of the best of three calls."""
+    """Return the result and the processor seconds of the best of three calls."""
     best = float("inf")
     for _ in range(REPEATS):
-        started = time.perf_counter()
+        started = time.process_time()
         result = call()
-        best = min(best, time.perf_counter() - started)
+        best = min(best, time.process_time() - started)
     return result, best
 
 
