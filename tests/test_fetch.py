@@ -2,6 +2,7 @@
 
 import json
 import time
+from email.utils import formatdate
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -86,6 +87,16 @@ def test_a_busy_hub_is_waited_for_as_told_and_logged(tmp_path: Path, held: Upstr
     run(tmp_path)
     assert waits == [7.0, 3.0]
     assert [row["http_status"] for row in rows(tmp_path) if row["status"] == "failed"] == [429, 503]
+    assert names(tmp_path) == set(FILES)
+
+
+def test_a_hub_may_say_when_by_a_date(tmp_path: Path, held: Upstream, waits: list[float]):
+    declare(tmp_path, FILES)
+    later = formatdate(time.time() + 60, usegmt=True)
+    held.orders["part-3.bin"] = [f"429:{later}", "429:soon"]
+    run(tmp_path)
+    assert 55 < waits[0] <= 60
+    assert waits[1] == 0.0  # not understood: ours
     assert names(tmp_path) == set(FILES)
 
 

@@ -91,6 +91,9 @@ def test_the_manifest_names_every_source(made: Path) -> None:
         assert entry["command"].startswith(command)
         assert entry["log"] == "downloads.jsonl"
     for entry in entries.values():
+        assert entry["licence"] == "Apache-2.0"
+        assert entry["files"]
+        assert entry["command"]
         assert entry["prompts_kept"] == sum(entry["prompts_by_split"].values()) > 0
         assert entry["conversations_read"] >= entry["prompts_kept"] / 2
     assert entries["many-languages"]["prompts_by_language"].keys() == {"deu", "spa"}

@@ -37,7 +37,7 @@ def test_every_real_source_is_sound_and_pinned():
     assert sources["smollm2-135m-instruct"].files[0].size == 98_362_432
     assert sources["qwen3-8b"].revision == "b968826d9c46dd6066d109eabc6255188de91218"
     assert (sources["gsm8k"].repo_type, sources["gsm8k"].name) == ("dataset", "openai/gsm8k")
-    with pytest.raises(UserError, match="no source 'qwen3-9b'; it has aya, coedit"):
+    with pytest.raises(UserError, match="no source 'qwen3-9b'; it has aya, chatterbot"):
         find(sources, "qwen3-9b")
 
 
@@ -71,6 +71,30 @@ def test_a_faulty_entry_is_a_sentence_that_names_it(tmp_path: Path, table: dict[
     with pytest.raises(UserError, match=sentence) as refusal:
         read_sources(write(tmp_path / "s", table))
     assert "lock/sources.toml: one" in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", [
+    "cais/mmlu", "openai/openai_humaneval", "TIGER-Lab/MMLU-Pro", "Idavidrein/gpqa", "HuggingFaceH4/MATH-500",
+    "tatsu-lab/alpaca_eval", "google/IFEval", "lmsys/mt_bench_human_judgments", "truthfulqa/truthful_qa",
+    "someone/mmlu_by_subject", "someone/my-benchmark", "someone/chats_test", "someone/dev-set",
+])  # fmt: skip
+def test_an_evaluation_set_is_refused_by_its_repository(tmp_path: Path, name: str):
+    table = HUB | {"uri": f'"hf://datasets/{name}@{COMMIT}"', "allow": '["data/train-*"]'}
+    with pytest.raises(UserError, match=r"evaluation set|says '(benchmark|test|dev)'"):
+        read_sources(write(tmp_path / "s", table))
+
+
+@pytest.mark.parametrize("name", ["openai/gsm8k", "a/latest-devices", "a/contests", "HuggingFaceTB/smoltalk"])
+def test_a_training_set_is_not_mistaken_for_one(tmp_path: Path, name: str):
+    table = HUB | {"uri": f'"hf://datasets/{name}@{COMMIT}"', "allow": '["data/train-*"]'}
+    assert read_sources(write(tmp_path / "s", table))["one"].name == name
+
+
+@pytest.mark.parametrize("split", ["test", "validation", "dev_sft", "eval"])
+def test_a_split_that_only_judges_is_refused(tmp_path: Path, split: str):
+    table = HUB | {"uri": f'"hf://datasets/o/n@{COMMIT}"', "allow": '["data/train-*"]', "split": f'"{split}"'}
+    with pytest.raises(UserError, match="a test or validation split, which nothing here may use"):
+        read_sources(write(tmp_path / "s", table))
 
 
 def test_a_file_that_is_no_toml_or_not_there_is_a_sentence(tmp_path: Path):

@@ -150,9 +150,10 @@ def _engine(source: DataSource, context: Context) -> Engine:
 def origin(source: DataSource, context: Context) -> dict[str, Any]:
     """Name the target as the author."""
     target = context.job.config.target
+    upstream = declared(context.job.root, target.source)
     return {
-        "author": f"the target, {target.name}", "revision": target.revision,
-        "upstream": declared(context.job.root, target.source),
+        "author": f"the target, {target.name}", "revision": target.revision, "licence": upstream["licence"],
+        "upstream": upstream,
         "method": "user turns sampled after the target's user tag, led by the file below and the templates",
         "command": "make data", "temperature": source.temperature, "top_p": source.top_p,
         "files": {STEERING.as_posix(): sha256_file(context.job.root / STEERING)},

@@ -121,4 +121,6 @@ def _alternating(turns: Any) -> list[Message]:
 def _said(turn: Any, place: int) -> tuple[str | None, Any]:
     if isinstance(turn, str):
         return ("user", "assistant")[place % 2], turn
+    if not isinstance(turn, Mapping):
+        return None, None
     return ROLES.get(str(turn.get("role", turn.get("from")))), turn.get("content", turn.get("value"))

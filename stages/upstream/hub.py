@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
@@ -198,8 +199,14 @@ def _refused(error: HfHubHTTPError, status: int | None) -> Fault:
 
 
 def _seconds(header: str | None) -> float | None:
-    """Read a Retry-After in seconds; a date or nothing means that we choose."""
+    """Read a Retry-After, in seconds or as a date; anything else means that we choose."""
+    if not header:
+        return None
     try:
-        return max(0.0, float(header)) if header else None
+        return max(0.0, float(header))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, parsedate_to_datetime(header).timestamp() - time.time())
     except ValueError:
         return None
