@@ -1,5 +1,6 @@
 """Stages in real containers: the same keys and bytes as on the host, and no way out."""
 
+import contextlib
 import json
 import os
 import signal
@@ -173,6 +174,46 @@ def test_an_image_that_went_is_a_sentence(workshop: Workshop) -> None:
     said = workshop.run("fetch", RUNNER=ENGINE, code=2)
     assert "no such image" in said
     assert "fetch: podman could not start its container" in said
+
+
+def test_a_gpu_that_is_not_there_is_a_sentence(workshop: Workshop) -> None:
+    """podman is asked in its own words, so it refuses; docker's --gpus it would take in silence."""
+    workshop.write("profiles/toy.toml", 'extends = "smollm2"\ndevice = "cuda"\n')
+    workshop.replace("stages/data.py", "TAKES", 'LIBRARIES = ("torch",)\nTAKES')
+    said = workshop.run("all", RUNNER=ENGINE, code=2, CUDA_VISIBLE_DEVICES="")
+    assert "fetch: done" in said  # which needs none
+    refused = "data: podman could not start its container" in said and "nvidia.com/gpu=all" in said
+    # Where the engine has devices to give, the worker counts them.
+    assert refused or "data: the profile says device = 'cuda', which needs 1 GPU, and 0 can be" in said
+
+
+def test_a_token_reaches_fetch_alone_and_no_command_line(workshop: Workshop) -> None:
+    token = "hf_CANARYcanaryCANARY000"
+    workshop.replace("stages/fetch.py", "    count(job)\n", """    count(job)
+    import os, time
+    job.event("token", length=len(os.environ.get("HF_TOKEN", "")), value=os.environ.get("HF_TOKEN"))
+    (job.out / "here").touch()
+    while not (job.out / "go").exists():
+        time.sleep(0.05)
+""")
+    process = workshop.start("fetch", RUNNER=ENGINE, HF_TOKEN=token)
+    end = time.monotonic() + 60
+    while not (workshop.root / "vendor" / "here").exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            lines.append(path.read_bytes())
+    assert any(b"draftmill-fetch-" in line for line in lines)
+    assert not any(token.encode() in line for line in lines)
+    (workshop.root / "vendor" / "go").touch()
+    said, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, said + errors
+    log = (workshop.root / "logs" / "toy" / "fetch.log").read_text()
+    assert '"length": 24' in log
+    assert token not in said + errors + log + (workshop.root / "logs" / "toy" / "fetch.json").read_text()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user here")
