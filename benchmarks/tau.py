@@ -11,6 +11,7 @@ ends; said again, the command goes on with the arms that are missing.
 
 import argparse
 import json
+import shutil
 import sys
 import tempfile
 import time
@@ -136,6 +137,7 @@ class Bench:
             print(f"no time left for {arm}", flush=True)
             return None
         line = asdict(arm) | self._trained(arm)
+        self._clear()
         self.done.append(line)
         self.lines.parent.mkdir(parents=True, exist_ok=True)
         with self.lines.open("a") as stream:
@@ -203,7 +205,14 @@ class Bench:
                 quantiser, job = self._quantiser(arm, start, MEASURED_STEPS)
                 quantiser.trainer.train(self.rows, self.sets["b"][:1])
             self.step_s[key] = job.seconds / MEASURED_STEPS
+            self._clear()
         return self.step_s[key]
+
+    def _clear(self) -> None:
+        """Remove what trainers saved, gigabytes an arm."""
+        for folder in self.work.iterdir():
+            if folder.is_dir():
+                shutil.rmtree(folder)
 
     def _job(self, arm: Arm) -> ClockedJob:
         work = Path(tempfile.mkdtemp(dir=self.work))

@@ -140,7 +140,7 @@ def _samples(tensors: Mapping[str, Tensor], logs: LogSteps) -> list[Sample]:
     for name, rows in logs.items():
         weight = tensors[name]
         stride = max(1, weight.numel() // SAMPLE_WEIGHTS)
-        chosen = weight[::stride].float()
+        chosen = weight[::stride].float().contiguous()  # a view would keep the whole in memory
         found.append(Sample(chosen, rows.to(chosen.device)[::stride], len(weight) / len(chosen)))
     return found
 

@@ -1,0 +1,69 @@
+"""Loading: block by block into place, in the served type, with torch's threads as they were before."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import small_config
+
+from drafter import weights
+
+ROOT = Path(__file__).resolve().parent.parent
+SHAPE = [20_000, 2_048]
+WATCH = """
+import json, sys, threading, time
+from pathlib import Path
+import torch
+from drafter import weights
+
+def anonymous():
+    text = Path("/proc/self/status").read_text()
+    return int(text.partition("RssAnon:")[2].split()[0]) * 1024
+
+def watch():
+    while not done:
+        peaks.append(anonymous())
+        time.sleep(0.002)
+
+torch.zeros(1 << 20).sum()
+done, peaks = [], [anonymous()]
+thread = threading.Thread(target=watch)
+thread.start()
+_, tensors = weights.load(Path(sys.argv[1]), "cpu", torch.bfloat16)
+done.append(True)
+thread.join()
+print(json.dumps({"result": sum(one.nbytes for one in tensors.values()), "peak": max(peaks) - peaks[0]}))
+"""
+
+
+@pytest.mark.parametrize("codec", ["entropy", "int4", "bf16"])
+def test_the_host_holds_the_result_and_some_blocks(codec: str, tmp_path: Path) -> None:
+    """A second copy of 82 MB, or float32 in between, would show."""
+    told = {"x": {"codec": codec, "shape": SHAPE} | ({"group": 32} if codec == "int4" else {})}
+    weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
+    parts = weights.encode({"x": weight}, told, {"x": {"steps": torch.full((SHAPE[0],), 0.9)}})
+    weights.save(tmp_path / "x", small_config(), told, parts)
+    done = subprocess.run([sys.executable, "-c", WATCH, str(tmp_path / "x")], cwd=ROOT, check=True, text=True,
+                          capture_output=True)  # fmt: skip
+    found = json.loads(done.stdout)
+    assert found["result"] == 2 * weight.numel()
+    assert found["peak"] < found["result"] + 60_000_000
+
+
+def test_torchs_threads_are_left_as_they_were(tmp_path: Path) -> None:
+    told = {"x": {"codec": "int8", "shape": [64, 64]}}
+    weights.save(tmp_path / "x", small_config(), told, weights.encode({"x": torch.randn(64, 64)}, told))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        weights.load(tmp_path / "x")
+        assert torch.get_num_threads() == 2
+        (tmp_path / "x").write_bytes((tmp_path / "x").read_bytes()[:-1] + b"?")
+        with pytest.raises(ValueError, match="damaged"):
+            weights.load(tmp_path / "x")
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
