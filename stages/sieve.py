@@ -1,6 +1,7 @@
 """What a conversation has to pass before it becomes prompts, many conversations at a time."""
 
 import hashlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +51,7 @@ class Sieve:
         self._arguments = template_arguments
         self._seen: set[bytes] = set()
         self._near = NearDuplicates(near_duplicate)
+        self._special = re.compile("|".join(map(re.escape, tokenizer.special_texts)) or r"(?!)")
 
     def pass_through(self, rows: Sequence[Row]) -> Iterator[Sieved]:
         """Yield what becomes of each conversation, in order; what is not taken from here is not remembered.
@@ -59,7 +61,7 @@ class Sieve:
         """
         read = [_Read(row, [words(message["content"]) for message in row.messages]) for row in rows]
         contaminated = self._contaminants.faults([one.words for one in read])
-        faults = ["empty" if _empty(row) else fault for row, fault in zip(rows, contaminated, strict=True)]
+        faults = [self._own_fault(row) or fault for row, fault in zip(rows, contaminated, strict=True)]
         clean = [one for one, fault in zip(read, faults, strict=True) if fault is None]
         cut = [(one, turn) for one in clean for turn in range(0, len(one.row.messages), 2)]
         texts = [self._tokenizer.render(one.row.messages[: turn + 1], **self._arguments) for one, turn in cut]
@@ -71,6 +73,13 @@ class Sieve:
                 continue
             ids = [next(prompts) for _ in range(0, len(one.row.messages), 2)]
             yield self._compared(one, ids, next(drawn))
+
+    def _own_fault(self, row: Row) -> str | None:
+        """Return what is wrong with a conversation by itself; a special token would become a turn's end."""
+        texts = [message["content"] for message in row.messages]
+        if not texts or not all(text.strip() for text in texts):
+            return "empty"
+        return "special token" if any(map(self._special.search, texts)) else None
 
     def _compared(self, one: _Read, prompts: list[list[int]], sketch: Any) -> Sieved:
         keys = [one.key(2 * turn) for turn in range(len(prompts))]
@@ -85,8 +94,3 @@ class Sieve:
             self._near.add(sketch)
         self._seen.update(key for key, turn in zip(keys, turns, strict=True) if not isinstance(turn, str))
         return Sieved(one.row, None, tuple(turns))
-
-
-def _empty(row: Row) -> bool:
-    texts = [message["content"] for message in row.messages]
-    return not texts or not all(text.strip() for text in texts)
