@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from drafter.replay import read_conversations
 from stages.display import console
 from stages.errors import UserError
 from stages.files import digest_of, sha256_file, write_json
@@ -27,6 +28,7 @@ from stages.rehearsal.gates import (
     rehearsal_gates,
     static_gates,
 )
+from stages.rehearsal.projection import windows_save_time
 from stages.rehearsal.scenes import Plan, rehearse
 from stages.rehearsal.standing import standing
 from stages.rehearsal.twin import Twin, rehearse_in_twin
@@ -42,8 +44,10 @@ LIBRARIES = ("httpx", "numpy", "safetensors", "torch")
 CONDUCTS = True
 
 DEV = "dev"
-REPLAYS = ((WINDOWS, GRADED, "windows"), (GRADED, GRADED, "whole"), (DEV, DEV, "whole"))
-QUICK_REPLAYS = ((GRADED, GRADED, "openings"),)
+Replays = tuple[tuple[str, str, str], ...]
+WHOLE: Replays = ((GRADED, GRADED, "whole"), (DEV, DEV, "whole"))
+PROJECTED: Replays = ((WINDOWS, GRADED, "windows"), *WHOLE)
+QUICK: Replays = ((GRADED, GRADED, "openings"),)
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ def check(what: Rehearsal) -> dict[str, Any]:
     Raises:
         UserError: there is no such folder, or no image for the twin.
     """
-    replays = QUICK_REPLAYS if what.quick else REPLAYS
+    replays = QUICK if what.quick else _replays(what.teacher)
     sets = {name: what.teacher / f"{name}.jsonl" for name in dict.fromkeys(of for _, of, _ in replays)}
     found = survey(what.submission)
     gates = static_gates(found, what.limits, shipped(read_pins(what.root / "lock" / "serve.txt")))
@@ -107,13 +111,17 @@ def check(what: Rehearsal) -> dict[str, Any]:
     return report
 
 
+def _replays(teacher: Path) -> Replays:
+    examples = read_conversations(teacher / f"{GRADED}.jsonl")
+    return PROJECTED if windows_save_time(examples) else WHOLE
+
+
 def failures(report: dict[str, Any]) -> list[str]:
     """Return a sentence for each gate that failed."""
     return [f"{gate['name']}: {gate['text']}" for gate in report["gates"] if gate["passed"] is False]
 
 
-def _rehearse(found: Survey, sets: dict[str, Path], replays: tuple[tuple[str, str, str], ...],
-              what: Rehearsal) -> dict[str, Any]:
+def _rehearse(found: Survey, sets: dict[str, Path], replays: Replays, what: Rehearsal) -> dict[str, Any]:
     rules = what.rules
     terms = Terms(rules.in_flight, rules.request_timeout_s, rules.retries, rules.budget_s)
     with _scratch() as scratch:

@@ -116,10 +116,11 @@ def submission(folder, fault="", serve=SERVE):
     return folder
 
 
-def conversations(count, seed=0):
+def conversations(count, seed=0, length=24):
     """Continuations that count upwards and jump once in a while."""
     generator = np.random.default_rng(seed)
-    jumps = np.where(generator.random((count, 24)) < 0.25, generator.integers(2, 50, (count, 24)), 1)
+    shape = count, length
+    jumps = np.where(generator.random(shape) < 0.25, generator.integers(2, 50, shape), 1)
     starts = 1000 + 10 * np.arange(count)
     return [
         Conversation(f"{seed}-{n}", ("math", "stem")[n % 2], (5, int(starts[n])),
@@ -199,11 +200,8 @@ def test_a_whole_submission_passes_and_its_tau_is_the_offline_one(tmp_path, benc
         for beaten in report["baselines"][name].values():
             assert beaten["difference"]["low"] > 0
             assert beaten["difference"]["difference"] == pytest.approx(offline.tau - beaten["tau"])
-    seconds = {name: replay["serving_seconds"] * 44314 / replay["tokens"]
-               for name, replay in report["replays"].items()}
-    assert gate(report, "serving time")["value"] == pytest.approx(seconds["windows"])
-    assert f"so this is {seconds['windows'] / seconds['examples'] - 1:+.0%} off" in gate(
-        report, "serving time")["text"]
+    scaled = report["replays"]["examples"]["serving_seconds"] * 44314 / report["tau"]["examples"]["tokens"]
+    assert gate(report, "serving time")["value"] == pytest.approx(scaled)
     assert gate(report, "size")["margin"] == LIMITS.limit_bytes - sum(report["bytes"].values())
     # A clean environment: nothing of ours is handed on.
     (line,) = report["server_log"]
@@ -214,6 +212,19 @@ def test_a_whole_submission_passes_and_its_tau_is_the_offline_one(tmp_path, benc
     assert found - {"PWD", "SHLVL", "_", *HANDED_ON, *of_engine} == handed
     assert report["environment"]["twin"].startswith("none" if runner == "host" else "podman, localhost/")
     assert report["device"]
+
+
+@pytest.mark.parametrize("runner", ["host"])
+def test_the_time_of_long_examples_is_projected_from_windows_and_held_to_the_whole(tmp_path, bench):
+    folder = submission(tmp_path / "output")
+    write_set(tmp_path / "teacher" / "examples.jsonl", conversations(8, length=200))
+    report, refused = bench(folder)
+    assert refused is None
+    replays, time_gate = report["replays"], gate(report, "serving time")
+    assert (replays["windows"]["tokens"], replays["examples"]["tokens"]) == (8 * 76, 8 * 200)
+    seconds = {name: replay["serving_seconds"] * 44314 / replay["tokens"] for name, replay in replays.items()}
+    assert time_gate["value"] == pytest.approx(seconds["windows"])
+    assert f"so this is {seconds['windows'] / seconds['examples'] - 1:+.0%} off" in time_gate["text"]
 
 
 @pytest.mark.parametrize("runner", ["host"])
@@ -436,11 +447,12 @@ def test_it_gives_up_on_a_server_that_is_gone_and_stops_at_the_budget():
     assert gone.gave_up
     assert 100 <= gone.requests < 104
     assert gone.failures["connection"] == gone.requests
+    talks = conversations(2000)  # many times what half a second is enough for
     with serving("") as url:
-        spent = replay_http(talks, url, Terms(in_flight=4, budget_s=0.02))
+        spent = replay_http(talks, url, Terms(in_flight=4, budget_s=0.5))
     assert spent.over_budget
     assert 0 < spent.requests < sum(steps.count for steps in spent.steps)
-    assert sum(steps.tokens for steps in spent.steps) == 20 * 24
+    assert sum(steps.tokens for steps in spent.steps) == 2000 * 24
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root has a user to give up")
