@@ -83,14 +83,10 @@ class Quantiser:
         self.job, self.settings, self.config = job, settings, start.config
         self.allotment_bytes = limits.allotment_bytes
         tensors = {name: tensor.float().to(job.device) for name, tensor in start.weights.items()}
-        self.view: View
-        if settings.codec == "entropy":
-            logs = log_steps(tensors, start.sensitivities, settings.fisher_exponent)
-            planner = Planner(start.config, self.allotment_bytes, job.say)
-            self.view = EntropyView(planner, tensors, logs, settings.learn_steps)
-        else:
-            self.view = RoundTripView(fixed_plan(tensors, settings), tensors)
-            self._check(self.view.pack(start.config, tensors))
+        try:
+            self.view = self._view(tensors, start)
+        except ValueError as error:
+            raise UserError(f"{error}; see the section qat of the profile") from error
         self.trainer = Trainer(job, settings, start.config, start.weights, self.view, measured=False)
 
     def run(self, rows: Rows, dev: list[Conversation], path: Path,
@@ -103,7 +99,10 @@ class Quantiser:
         metrics = self.trainer.train(rows, dev, target)
         masters = self.trainer.finished()
         before = self._grid()
-        packed = self.view.pack(self.config, masters)
+        try:
+            packed = self.view.pack(self.config, masters)
+        except ValueError as error:  # a weight that is not finite
+            raise UserError(f"{error}: nothing was packed; lower qat.learning_rate") from error
         self._check(packed)
         weights.save(path, self.config, packed.plan, packed.parts)
         self._check_equal(path, masters)
@@ -121,6 +120,15 @@ class Quantiser:
             "allotment_share": round(share, 5),
             "bits_per_weight": round(packed.size_bytes * 8 / weighed, 4),
         }
+
+    def _view(self, tensors: Weights, start: Drafter) -> View:
+        if self.settings.codec == "entropy":
+            logs = log_steps(tensors, start.sensitivities, self.settings.fisher_exponent)
+            planner = Planner(self.config, self.allotment_bytes, self.job.say)
+            return EntropyView(planner, tensors, logs, self.settings.learn_steps)
+        view = RoundTripView(fixed_plan(tensors, self.settings), tensors)
+        self._check(view.pack(self.config, tensors))
+        return view
 
     def _check(self, packed: Packed) -> None:
         if packed.size_bytes > self.allotment_bytes:

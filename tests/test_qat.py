@@ -224,6 +224,29 @@ def test_an_allotment_that_cannot_be_met_is_a_sentence_before_training(
         quantiser(tmp_path, start, recipe, allotment)
 
 
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_group_that_does_not_divide_is_a_sentence_with_the_tensor(
+        rank: int, start: Drafter, tmp_path: Path) -> None:
+    settings = settings_of("nf4 + int8 + rank + zstd", group=64, rank=rank)
+    with pytest.raises(UserError, match=r"tensor model.layers.0.mlp.down_proj.weight: 96 columns do not"):
+        Quantiser(make_job(tmp_path), settings, Limits(limit_bytes=400_000, reserve_bytes=1), start)
+
+
+@pytest.mark.parametrize("recipe", ["entropy", "int4 g32"])
+def test_a_weight_that_is_not_finite_is_never_packed(
+        recipe: str, rows: Rows, dev: list[Conversation], start: Drafter, tmp_path: Path) -> None:
+    own = quantiser(tmp_path, start, recipe)
+    name = "model.layers.1.mlp.up_proj.weight"
+    finished = own.trainer.finished
+    broken = {name: start.weights[name].clone()}
+    broken[name][7, 3] = float("nan")
+    own.trainer.train = lambda *_: {"tau_dev": {}}  # type: ignore[method-assign]
+    own.trainer.finished = lambda: finished() | broken  # type: ignore[method-assign]
+    with pytest.raises(UserError, match=f"tensor {name}, row 7: not a finite number"):
+        own.run(rows, dev, tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
 @pytest.mark.parametrize("share", [0.2, 0.3, 0.6, 0.9])
 def test_any_allotment_in_between_is_spent(share: float, start: Drafter) -> None:
     allotment = int(share * sum(one.numel() for one in start.weights.values()))

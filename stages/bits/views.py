@@ -90,7 +90,10 @@ class RoundTripView:
         for name in self.ranked:
             plain = {key: value for key, value in self.plan[name].items() if key not in ("rank", "zstd")}
             weight = masters[name].detach()
-            residual = weight - codecs.round_trip(weight, plain)
+            try:
+                residual = weight - codecs.round_trip(weight, plain)
+            except ValueError as error:
+                raise ValueError(f"tensor {name}: {error}") from error
             self.factors[name] = lowrank.factors(residual, self.plan[name]["rank"])
 
 
