@@ -8,6 +8,7 @@ through: what is remembered of each is a digest and a sketch.
 import hashlib
 import json
 import math
+import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -56,6 +57,7 @@ def run(job: Job) -> dict[str, object]:
             spools[split].add(f"{job.seed}/{row['id']}", line)
         _check_yield(source, tally, job)
         entries.append(entry_of(source, load_kind(source.kind).origin(source, harvest.context), tally))
+    _forget_others(job)
     counts = {split: spools[split].count for split in SPLITS} | {name: len(sets[name]) for name in SETS}
     for split in SPLITS:
         spools[split].write(job.out / f"{split}.jsonl")
@@ -66,6 +68,14 @@ def run(job: Job) -> dict[str, object]:
     dropped = manifest["totals"]["dropped"]
     job.say(", ".join(f"{name} {count}" for name, count in counts.items()) + f"; dropped {dropped}")
     return {"prompts": counts, "dropped": dropped, "sources": harvest.context.metrics}
+
+
+def _forget_others(job: Job) -> None:
+    """Remove what was kept for sources that the profile has no more."""
+    ids = {source.id for source in job.config.data.sources}
+    for folder in job.kept.glob("*"):
+        if folder.name not in ids:
+            shutil.rmtree(folder)
 
 
 def _contaminants(job: Job, sets: Mapping[str, list[Conversation]], tokenizer: Tokenizer) -> Contaminants:

@@ -56,6 +56,14 @@ def test_changing_what_the_target_invents_leaves_the_templates(first: Mill, copy
     assert rows_of(copy, "invented") != rows_of(first, "invented")
 
 
+def test_what_was_kept_for_a_source_that_is_gone_goes(copy: Mill) -> None:
+    kept = copy.root / "build" / "toy" / ".work" / "data.kept"
+    assert [path.name for path in kept.iterdir()] == ["invented"]
+    copy.replace("profiles/toy.toml", 'id = "invented"', 'id = "made-up"')
+    copy.run("data")
+    assert [path.name for path in kept.iterdir()] == ["made-up"]
+
+
 def test_a_source_that_is_added_fetches_itself_alone(copy: Mill) -> None:
     digest = "ab" * 32
     table = ('\n[other]\nkind = "package"\nuri = "pkg:pypi/other@1.0"\nlicence = "MIT"\n'
