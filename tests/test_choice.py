@@ -18,7 +18,8 @@ def image(kind: str, locked: str | None = None) -> str:
     labels = {"org.draftmill.image": kind, "org.draftmill.system": "Ubuntu 24.04"}
     if locked:
         labels["org.draftmill.locked"] = locked
-    return json.dumps({"Id": "sha256:" + "ab" * 32, "Config": {"Labels": labels}})
+    return json.dumps({"Id": "sha256:" + "ab" * 32, "RootFS": {"Layers": ["sha256:cd"]},
+                       "Config": {"Labels": labels}})
 
 
 @pytest.fixture
@@ -47,6 +48,7 @@ def test_a_client_without_an_engine_does_not_count(engines: Path):
     runner, why = choose_runner(ROOT, "")
     assert isinstance(runner, Contained)
     assert (runner.name, runner.image.kind, runner.image.digest) == ("podman", "base", "sha256:" + "ab" * 32)
+    assert runner.facts()["image"]["layers"] == ["sha256:cd"]
     assert why == "stages run in podman (docker is installed, but no engine answers it)"
 
 

@@ -54,6 +54,7 @@ def test_a_container_gives_the_hosts_keys_and_bytes_and_a_switch_reruns_nothing(
         assert (run["runner"], run["locked"]) == (ENGINE, True)
         assert run["image"]["system"].startswith(("Debian", "Ubuntu"))
         assert run["image"]["digest"].startswith("sha256:")
+        assert [layer[:7] for layer in run["image"]["layers"]] == ["sha256:"]
         assert run["image"]["environment"] == "Python 3.12 and .venv of the host, mounted read-only"
         assert "image" not in run_of(host.record(stage))
     assert "runs, because" not in mill.run("pack", "--with-upstream")

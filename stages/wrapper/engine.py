@@ -28,13 +28,15 @@ class Image:
 
     Attributes:
         name: what it is called there.
-        digest: 'sha256:' and the digest of its configuration, which names its layers by theirs.
+        digest: 'sha256:' and the digest of its configuration, which holds the time of its making.
+        layers: the digests of its layers: the same for the same files.
         kind: 'build' or 'grader', whole, or 'base', into which Python and .venv are mounted.
         system: the distribution in it.
     """
 
     name: str
     digest: str
+    layers: tuple[str, ...]
     kind: str
     system: str
 
@@ -43,10 +45,11 @@ class Image:
         """Whether Python and its libraries are inside."""
         return self.kind != BASE
 
-    def facts(self) -> dict[str, str]:
+    def facts(self) -> dict[str, Any]:
         """Return what a record says of it."""
         inside = "in the image" if self.whole else "Python 3.12 and .venv of the host, mounted read-only"
-        return {"name": self.name, "digest": self.digest, "system": self.system, "environment": inside}
+        return {"name": self.name, "digest": self.digest, "layers": list(self.layers), "system": self.system,
+                "environment": inside}
 
 
 def silence(engine: str) -> str:
@@ -71,7 +74,8 @@ def find_image(root: Path, engine: str, kind: str) -> Image | None:
         labels = (found.get("Config") or {}).get("Labels") or {}
         if labels.get(f"{LABEL}.image") == name and labels.get(f"{LABEL}.locked") == wanted:
             digest = f"sha256:{found['Id'].removeprefix('sha256:')}"
-            return Image(image, digest, name, labels.get(f"{LABEL}.system", "unknown"))
+            layers = tuple((found.get("RootFS") or {}).get("Layers") or ())
+            return Image(image, digest, layers, name, labels.get(f"{LABEL}.system", "unknown"))
     return None
 
 
