@@ -1,16 +1,18 @@
-"""The engine: drafting for the server, and generation for the teacher, over one KV cache."""
+"""The engine: drafting for the server, and generation for the teacher, over one forward pass."""
+
+import random
 
 import torch
-from torch import Tensor
 
-from drafter.cache import KVCache, prefill_groups
+from drafter.drafting import Drafting
 from drafter.generation import Generator
+from drafter.inference import Inference
 from drafter.model import Decoder
 from drafter.rows import Generated, Generation
 from drafter.slots import Slots
 
 TRUNCATION_STEP = 256
-COLUMN_STEP = 64
+WARM_UP_TOKENS = 200
 
 __all__ = ["Engine", "Generated", "Generation"]
 
@@ -19,19 +21,34 @@ class Engine:
     """Runs a decoder over batches of requests.
 
     Args:
-        decoder: the model, on its device and in its compute type.
+        decoder: the model, on its device and in its compute type; its matrices are joined in place.
         context_tokens: the most tokens that a row may hold.
         slots: cached conversations; at least the largest batch that will be drafted.
         token_limit: ids from here on have an embedding but no token: never proposed.
+        draft_tokens: ids of the longest draft.
     """
 
     def __init__(self, decoder: Decoder, context_tokens: int, slots: int = 0,
-                 token_limit: int | None = None) -> None:
+                 token_limit: int | None = None, draft_tokens: int = 16) -> None:
         self.decoder = decoder
         self.context_tokens = context_tokens
         self.token_limit = token_limit or decoder.config.vocab_size
+        self.inference = Inference(decoder, context_tokens + draft_tokens)
+        self.static = self.inference.device.type == "cuda"
         self.generator: Generator | None = None
-        self.slots = Slots(decoder, slots, context_tokens) if slots else None
+        self.slots: Slots | None = None
+        self.drafting: Drafting | None = None
+        if slots:
+            columns = context_tokens + draft_tokens
+            self.slots = Slots(decoder.config, slots, columns, decoder.head_weight)
+            self.drafting = Drafting(self.inference, self.slots, self.token_limit, draft_tokens, self.static)
+
+    @property
+    def mode(self) -> str:
+        """How drafts are made: from `graphs`, from `kernels` without graphs, or in `plain` torch."""
+        if self.drafting is not None and self.drafting.graphs.enabled:
+            return "graphs"
+        return "plain" if self.inference.kernels is None else "kernels"
 
     @torch.inference_mode()
     def draft(self, requests: list[list[int]], count: int = 16) -> list[list[int]]:
@@ -42,25 +59,49 @@ class Engine:
         Args:
             requests: token ids of each request, none empty, at most as many as there are slots.
             count: ids to draft.
+
+        Raises:
+            ValueError: there are more requests than slots, or the drafts are to be longer than the longest.
         """
-        if self.slots is None:
+        if self.slots is None or self.drafting is None:
             raise RuntimeError("this engine was made without slots: it only generates")
+        if count > self.drafting.most:
+            raise ValueError(f"{count} ids to draft, but this engine was made for {self.drafting.most}")
         requests = [self._fitted(request) for request in requests]
         leases = self.slots.lease(requests)
-        new = [len(request) - lease.reused for request, lease in zip(requests, leases, strict=True)]
-        order = sorted(range(len(requests)), key=lambda row: new[row])
-        requests, leases = [requests[row] for row in order], [leases[row] for row in order]
-        # The batch's own cache is a draft wider than a slot: a full slot still leaves room for the draft.
-        columns = -(-(max(map(len, requests)) + count) // COLUMN_STEP) * COLUMN_STEP
-        cache = self.slots.gather(leases, columns)
         try:
-            tails = [request[lease.reused :] for request, lease in zip(requests, leases, strict=True)]
-            drafts = self._decode(cache, tails, count)
-            self.slots.keep(leases, requests, cache)
+            self.slots.settle(leases)
+            drafts = self.drafting.draft(requests, leases, count)
         except BaseException:
             self.slots.forget()
             raise
-        return [draft for _, draft in sorted(zip(order, drafts, strict=True))]
+        self.slots.keep(leases, requests, drafts)
+        return drafts
+
+    def warm_up(self, most: int, count: int) -> None:
+        """Draft alone and in batches up to `most` requests, so that no request pays for a first time.
+
+        On a GPU that is every size of batch: first step by step, then from the graph that was captured
+        meanwhile. Where the two differ, graphs are not used from here on, and the log says so.
+
+        Raises:
+            RuntimeError: a draft comes out empty.
+        """
+        if self.slots is None or self.drafting is None:
+            raise RuntimeError("this engine was made without slots: it only generates")
+        number = random.Random(0)  # noqa: S311 - no secret
+        graphs, longest = self.drafting.graphs, min(WARM_UP_TOKENS, self.context_tokens)
+        sizes = {self.drafting.size(rows) for rows in range(1, most + 1)} if self.static else {1, most}
+        for size in sorted(sizes):
+            requests = [[number.randrange(self.token_limit) for _ in range(number.randint(1, longest))]
+                        for _ in range(min(size, most))]  # fmt: skip
+            eager = self.draft(requests, count)
+            if not all(eager):
+                raise RuntimeError("the warm-up gave an empty draft")
+            # Now the prompts' last tokens run again, over the same cache and in the same shape.
+            if graphs.enabled and self.draft(requests, count) != eager:
+                graphs.disable(f"drafts of {len(requests)} differ from those made step by step")
+        self.slots.forget()
 
     def _fitted(self, request: list[int]) -> list[int]:
         over = len(request) - self.context_tokens
@@ -69,24 +110,6 @@ class Engine:
         # Cutting in steps keeps the cut in one place while a conversation grows, so its prefix is reused.
         step = max(1, min(TRUNCATION_STEP, self.context_tokens // 4))
         return request[-(-over // step) * step :]
-
-    def _decode(self, cache: KVCache, tails: list[list[int]], count: int) -> list[list[int]]:
-        tokens_b = self._choose(self._prefill(cache, tails))
-        drafted = [tokens_b]
-        for _ in range(count - 1):
-            tokens_b = self._choose(self._step(cache, tokens_b.tolist()))
-            drafted.append(tokens_b)
-        return torch.stack(drafted, dim=1).tolist()
-
-    def _prefill(self, cache: KVCache, tails: list[list[int]]) -> Tensor:
-        groups = prefill_groups([len(tail) for tail in tails])
-        return torch.cat([cache.extend(self.decoder, rows, tails[rows]) for rows in groups])
-
-    def _step(self, cache: KVCache, tokens: list[int]) -> Tensor:
-        return cache.extend(self.decoder, slice(0, len(tokens)), [[token] for token in tokens])
-
-    def _choose(self, hidden_bd: Tensor) -> Tensor:
-        return self.decoder.logits(hidden_bd)[:, : self.token_limit].argmax(-1)
 
     @torch.inference_mode()
     def generate(self, prompts: list[list[int]], settings: Generation) -> list[Generated]:
@@ -109,6 +132,5 @@ class Engine:
         if longest > self.context_tokens:
             raise ValueError(f"{longest} tokens do not fit a context of {self.context_tokens}")
         if self.generator is None:
-            static = self.decoder.head_weight.is_cuda
-            self.generator = Generator(self.decoder, self.token_limit, static)
+            self.generator = Generator(self.inference, self.token_limit, self.static)
         return self.generator.generate(prompts, settings)

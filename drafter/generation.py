@@ -7,10 +7,8 @@ from functools import partial
 import torch
 
 from drafter import logs
-from drafter.attention import fastest
-from drafter.cache import prefill_groups
 from drafter.graphs import Graphs
-from drafter.model import Decoder
+from drafter.inference import Inference
 from drafter.rows import Generated, Generation, Rows
 
 PREFILL_TOKENS = 16_384  # at a time, padding included
@@ -18,7 +16,7 @@ STEPS = 8                # between two looks at which rows have ended, on a GPU
 SHRINK = 0.75            # of the rows: at most so many still generate when a GPU's batch is made smaller
 REFILL = 8               # one row in so many must be free before the next prompts are prefilled
 COLUMN_STEP = 256        # on a GPU rows and graphs are kept for the next call of as many columns
-CONTEXT_STEP = 128       # without the kernel, graphs differ by the context they read
+CONTEXT_STEP = 128       # a context is rounded up to it
 MEMORY_SHARE = 0.85      # of a GPU's free memory
 
 
@@ -26,17 +24,15 @@ class Generator:
     """Generates with one decoder.
 
     Args:
-        decoder: the model.
+        inference: the decoder's forward pass.
         token_limit: ids from here on are never chosen.
         static: whether shapes are few and the host looks seldom, as graphs want it: on a GPU. Rows and graphs
             are then kept for the next call of like shape.
     """
 
-    def __init__(self, decoder: Decoder, token_limit: int, static: bool) -> None:
-        self.decoder, self.token_limit = decoder, token_limit
-        weight = decoder.head_weight
-        self.device, self.static = weight.device, static
-        self.attend_one, self.reads_own_length = fastest(decoder.config, weight.dtype, self.device)
+    def __init__(self, inference: Inference, token_limit: int, static: bool) -> None:
+        self.inference, self.token_limit = inference, token_limit
+        self.decoder, self.device, self.static = inference.decoder, inference.device, static
         self.graphs = Graphs(self.device)
         self.memory_share = MEMORY_SHARE
         self.kept: tuple[object, Rows] | None = None
@@ -75,7 +71,7 @@ class Generator:
         return self.kept[1]
 
     def _made(self, count: int, columns: int, settings: Generation) -> Rows:
-        return Rows(self.decoder, self.attend_one, settings, self.token_limit, count=count, columns=columns)
+        return Rows(self.inference, settings, self.token_limit, count=count, columns=columns)
 
     def _room(self, columns: int, settings: Generation) -> int:
         """Return how many rows fit the GPU's memory beside what one step and one prefill need."""
@@ -123,7 +119,8 @@ class _Run:
             count = self._gathered()
             steps = self._steps()
             context = self._context(steps)
-            key = (count, 0 if self.generator.reads_own_length else context)
+            # A kernel reads each row's own length; without it, graphs differ by the context they read.
+            key = (count, context if self.generator.inference.kernels is None else 0)
             step = partial(self.rows.step, count, context)
             for _ in range(steps):
                 self.generator.graphs.run(key, step)
@@ -195,4 +192,20 @@ def _prefills(sizes: list[int]) -> list[slice]:
                 groups.append(slice(first, row))
                 first = row
         groups.append(slice(first, group.stop))
+    return groups
+
+
+def prefill_groups(sizes: list[int]) -> list[slice]:
+    """Split rows, sorted by their number of new tokens, into contiguous groups of like size.
+
+    A group grows while its padding stays under half of it, so that one long prompt never makes a whole
+    batch of short ones wait for its width.
+    """
+    groups, first, total = [], 0, 0
+    for row, size in enumerate(sizes):
+        if row > first and (row - first + 1) * size > 2 * (total + size):
+            groups.append(slice(first, row))
+            first, total = row, 0
+        total += size
+    groups.append(slice(first, len(sizes)))
     return groups

@@ -35,6 +35,12 @@ class Graphs:
         if self.enabled:
             self._capture(key, step)
 
+    def disable(self, reason: str) -> None:
+        """Run every step eagerly from here on, and say why."""
+        self.enabled = False
+        self.captured.clear()
+        logs.event(logging.WARNING, "CUDA graphs are not used", reason=reason)
+
     def _capture(self, key: Hashable, step: Callable[[], None]) -> None:
         graph, collecting = torch.cuda.CUDAGraph(), gc.isenabled()
         gc.disable()  # a collection in mid-capture may free what may not be freed there
@@ -51,8 +57,7 @@ class Graphs:
         except torch.cuda.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            self.enabled = False
-            logs.event(logging.WARNING, "CUDA graphs are not used", reason=logs.described(error))
+            self.disable(logs.described(error))
         finally:
             if collecting:
                 gc.enable()

@@ -7,12 +7,9 @@ from pathlib import Path
 import torch
 
 from drafter import logs, weights
-from drafter.batcher import PROBE
 from drafter.engine import Engine
 from drafter.model import build
 from drafter.settings import WEIGHTS, Settings
-
-WARM_UP_TOKENS = 64
 
 
 def open_engine(folder: Path, settings: Settings) -> Engine:
@@ -33,21 +30,16 @@ def open_engine(folder: Path, settings: Settings) -> Engine:
         decoder = build(config, tensors, dtype, device)
     except ValueError as error:
         raise ValueError(f"{folder / WEIGHTS}: {error}") from error
+    del tensors  # the engine joins matrices: no second copy of them is to stay
     logs.event(logging.INFO, "weights loaded", device=device, dtype=str(dtype).removeprefix("torch."),
                took_s=round(time.monotonic() - started, 3))
     slots = settings.slots or settings.max_batch
-    return Engine(decoder, settings.context_tokens, slots=slots, token_limit=settings.token_limit)
+    return Engine(decoder, settings.context_tokens, slots=slots, token_limit=settings.token_limit,
+                  draft_tokens=settings.draft_tokens)
 
 
 def warm_up(engine: Engine, settings: Settings) -> None:
-    """Draft once alone and once in a full batch, so that no request pays for a first time.
-
-    Raises:
-        RuntimeError: a draft comes out empty.
-    """
+    """Draft in batches of every size; see Engine.warm_up."""
     started = time.monotonic()
-    length = min(WARM_UP_TOKENS, settings.context_tokens)
-    for batch in ([PROBE], [PROBE * length] * settings.max_batch):
-        if not all(engine.draft(batch, settings.draft_tokens)):
-            raise RuntimeError("the warm-up gave an empty draft")
-    logs.event(logging.INFO, "warmed up", took_s=round(time.monotonic() - started, 3))
+    engine.warm_up(settings.max_batch, settings.draft_tokens)
+    logs.event(logging.INFO, "warmed up", mode=engine.mode, took_s=round(time.monotonic() - started, 3))

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from drafter.attention import AttendOne
 from drafter.choice import Choice, greedy, sampled
-from drafter.model import AttendByLayer, Decoder, causal
+from drafter.inference import Inference
+from drafter.model import causal
+from drafter.plain import Attend, NewTokens, attend_one
 
 ENDS = ("cap", "stop", "repeat")
 STOP, REPEAT = ENDS.index("stop"), ENDS.index("repeat")
@@ -65,17 +66,16 @@ class Rows:
     A row's latest token is not yet in the cache: its keys and values are written by the step that reads it.
 
     Args:
-        decoder: the model.
-        attend_one: attention of one new token a row.
+        inference: the model's forward pass.
         settings: how continuations are generated.
         token_limit: ids from here on are never chosen.
         count: rows.
         columns: the most tokens of a prompt and its continuation.
     """
 
-    def __init__(self, decoder: Decoder, attend_one: AttendOne, settings: Generation, token_limit: int, *,
-                 count: int, columns: int) -> None:
-        self.decoder, self.attend_one = decoder, attend_one
+    def __init__(self, inference: Inference, settings: Generation, token_limit: int, *, count: int,
+                 columns: int) -> None:
+        self.inference, decoder = inference, inference.decoder
         self.count, self.columns = count, columns
         self.settings, self.token_limit = settings, token_limit
         config, weight = decoder.config, decoder.head_weight
@@ -98,6 +98,8 @@ class Rows:
         # At [row, i] how many tokens up to the i-th equal as many up to the latest one.
         self.runs_bc = zeros(count, cap if settings.stop_on_repeat else 0, dtype=torch.int16)
         self.stops_s = torch.tensor(settings.stop_ids, dtype=torch.int64, device=device)
+        self.index_b = torch.arange(count, device=device)
+        self.ones_b = torch.ones_like(self.index_b)
 
     @property
     def device(self) -> torch.device:
@@ -115,8 +117,7 @@ class Rows:
         width = max(map(len, prompts)) - 1
         if width:
             padded = [prompt[:-1] + [0] * (width + 1 - len(prompt)) for prompt in prompts]
-            positions_1t = torch.arange(width, device=self.device)[None]
-            self.decoder(self._tensor(padded), positions_1t, self._fill(index_b))
+            self.inference.hidden(self._tensor(padded).flatten(), self._fill(index_b, width))
         self.latest_b[index_b] = self._tensor([prompt[-1] for prompt in prompts])
         self.lengths_b[index_b] = self._tensor([len(prompt) - 1 for prompt in prompts])
         self.counts_b[index_b] = 0
@@ -130,10 +131,8 @@ class Rows:
             count: rows; those that have ended or wait stay as they are.
             context: more than the tokens that any of them has in the cache.
         """
-        hidden_btd = self.decoder(
-            self.latest_b[:count, None], self.lengths_b[:count, None], self._extend(count, context)
-        )
-        logits_bv = self.decoder.logits(hidden_btd[:, 0])[:, : self.token_limit]
+        hidden_bd = self.inference.hidden(self.latest_b[:count], self._extend(count, context))
+        logits_bv = self.inference.decoder.logits(hidden_bd)[:, : self.token_limit]
         if self.settings.temperature:
             draws_b = self.draws_bc[:count].gather(1, self.counts_b[:count, None])[:, 0]
             choice = sampled(
@@ -151,7 +150,7 @@ class Rows:
         repeat_b = self._repeats(count, tokens_b)
         full_b = counts_b + 1 >= cap
         place_b = counts_b.masked_fill(~active_b, cap)
-        index_b = torch.arange(count, device=self.device)
+        index_b = self.index_b[:count]
         self.tokens_bc[index_b, place_b] = tokens_b
         self.topk_ids_bck[index_b, place_b] = choice.topk_ids_bk.int()
         self.topk_logprobs_bck[index_b, place_b] = choice.topk_logprobs_bk
@@ -175,22 +174,31 @@ class Rows:
         self.runs_bc[:count] = grown_bc.masked_fill(~same_bc, 0)
         return (self.runs_bc[:count] >= size).any(1)
 
-    def _extend(self, count: int, context: int) -> AttendByLayer:
-        def attend(layer: int, queries_bhtd: Tensor, keys_bktd: Tensor, values_bktd: Tensor) -> Tensor:
-            return self.attend_one(
-                queries_bhtd[:, :, 0], (keys_bktd[:, :, 0], values_bktd[:, :, 0]),
-                (self.keys_lbkcd[layer], self.values_lbkcd[layer]), self.lengths_b[:count], context,
-            )[:, :, None]  # fmt: skip
+    def _extend(self, count: int, context: int) -> Attend:
+        lengths_b, index_b = self.lengths_b[:count], self.index_b[:count]
+        if self.inference.kernels is not None:
+            new = NewTokens(index_b, self.ones_b[:count], lengths_b, index_b)
+            return self.inference.attend((self.keys_lbkcd, self.values_lbkcd), new)
+
+        def attend(layer: int, qkv_bd: Tensor) -> Tensor:
+            queries_bhd, keys_bkd, values_bkd = self.inference.turned(layer, qkv_bd, lengths_b)
+            cached = (self.keys_lbkcd[layer], self.values_lbkcd[layer])
+            return attend_one(queries_bhd, (keys_bkd, values_bkd), cached, lengths_b, context).flatten(1)
 
         return attend
 
-    def _fill(self, rows_b: Tensor) -> AttendByLayer:
+    def _fill(self, rows_b: Tensor, width: int) -> Attend:
+        positions_n = torch.arange(width, device=self.device).repeat(len(rows_b))
+
         # What pads a row is written beyond its length, where it is overwritten before it can be seen.
-        def attend(layer: int, queries_bhtd: Tensor, keys_bktd: Tensor, values_bktd: Tensor) -> Tensor:
-            width = keys_bktd.shape[2]
+        def attend(layer: int, qkv_nd: Tensor) -> Tensor:
+            queries_bhtd, keys_bktd, values_bktd = (
+                part.reshape(-1, width, *part.shape[1:]).transpose(1, 2)
+                for part in self.inference.turned(layer, qkv_nd, positions_n)
+            )
             self.keys_lbkcd[layer][rows_b, :, :width] = keys_bktd
             self.values_lbkcd[layer][rows_b, :, :width] = values_bktd
-            return causal(queries_bhtd, keys_bktd, values_bktd)
+            return causal(queries_bhtd, keys_bktd, values_bktd).transpose(1, 2).flatten(2).flatten(0, 1)
 
         return attend
 

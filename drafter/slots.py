@@ -4,18 +4,20 @@ from dataclasses import dataclass
 
 import torch
 
-from drafter.cache import KVCache
-from drafter.model import Decoder
+from drafter.config import ModelConfig
+from drafter.plain import Pair
+
+PROBED = 16  # leading tokens that are compared first
 
 
 @dataclass(frozen=True)
 class Lease:
-    """Where a request's known prefix is read from, and where the whole of it is kept.
+    """Where a request's known prefix is, and where the request itself goes.
 
     Attributes:
         source: the slot whose first `reused` tokens are the request's own.
         reused: how many tokens need no prefill.
-        target: the slot that keeps the request afterwards.
+        target: the slot that keeps the request.
     """
 
     source: int
@@ -24,19 +26,31 @@ class Lease:
 
 
 class Slots:
-    """A fixed number of cached conversations: the longest common prefix wins, the oldest goes."""
+    """A fixed number of cached conversations: the longest common prefix wins, the oldest goes.
 
-    def __init__(self, decoder: Decoder, count: int, columns: int) -> None:
-        self.store = KVCache.empty(decoder, count, columns)
+    A slot holds a request and the draft that followed it, all but the draft's last token: what is accepted of
+    a draft is cached already.
+
+    Args:
+        config: the model's shape.
+        count: slots.
+        columns: the most tokens of a request and its draft.
+        like: a tensor of the type and on the device that the cache is to have.
+    """
+
+    def __init__(self, config: ModelConfig, count: int, columns: int, like: torch.Tensor) -> None:
+        shape = (config.layers, count, config.kv_heads, columns, config.head_dim)
+        self.cached: Pair = (like.new_zeros(shape), like.new_zeros(shape))
         self.tokens: list[list[int]] = [[] for _ in range(count)]
+        self.asked = [0] * count  # how many of the tokens are the request's
         self.used = [0] * count
         self.clock = 0
 
     def lease(self, requests: list[list[int]]) -> list[Lease]:
         """Find a source and a target for each request; no target is given out twice.
 
-        A request that extends all that a slot holds takes that slot over; one that shares only a part of it
-        leaves the slot to its owner and goes to the least recently used one.
+        A request that extends all that a slot was asked takes that slot over; one that shares only a part of
+        it leaves the slot to its owner and goes to the least recently used one.
 
         Raises:
             ValueError: there are more requests than slots.
@@ -48,7 +62,7 @@ class Slots:
         taken: set[int] = set()
         leases: list[Lease | None] = [None] * len(requests)
         for row, (slot, length) in enumerate(matches):
-            if length == len(self.tokens[slot]) and length > 0 and slot not in taken:
+            if length >= self.asked[slot] > 0 and slot not in taken:
                 taken.add(slot)
                 leases[row] = Lease(slot, self._reusable(requests[row], length), slot)
         for row, (slot, length) in enumerate(matches):
@@ -61,36 +75,35 @@ class Slots:
             self.used[slot] = self.clock
         return [lease for lease in leases if lease is not None]
 
-    def gather(self, leases: list[Lease], columns: int) -> KVCache:
-        """Return a batch's own cache of `columns` columns, which starts with the leased prefixes."""
-        index = torch.tensor([lease.source for lease in leases], device=self.store.keys_lbkcd.device)
-        width = max(lease.reused for lease in leases)
-        parts = []
-        for stored in (self.store.keys_lbkcd, self.store.values_lbkcd):
-            shape = (*stored.shape[:1], len(leases), stored.shape[2], columns + 1, stored.shape[4])
-            part = stored.new_zeros(shape)
-            part[:, :, :, :width] = stored[:, index, :, :width]
-            parts.append(part)
-        return KVCache(parts[0], parts[1], [lease.reused for lease in leases])
+    def settle(self, leases: list[Lease]) -> None:
+        """Copy the prefixes that are borrowed from another slot; before anything is written."""
+        borrowed = [lease for lease in leases if lease.source != lease.target and lease.reused]
+        if not borrowed:
+            return
+        device = self.cached[0].device
+        sources = torch.tensor([lease.source for lease in borrowed], device=device)
+        targets = torch.tensor([lease.target for lease in borrowed], device=device)
+        width = max(lease.reused for lease in borrowed)
+        for part in self.cached:
+            for layer in part:  # all rows of a layer are read before one is written
+                layer[targets, :, :width] = layer[sources, :, :width]
 
-    def keep(self, leases: list[Lease], requests: list[list[int]], cache: KVCache) -> None:
-        """Store the requests' own tokens (never the drafted ones) in their target slots."""
-        for row, (lease, request) in enumerate(zip(leases, requests, strict=True)):
-            first = lease.reused if lease.source == lease.target else 0
-            columns = slice(first, len(request))
-            self.store.keys_lbkcd[:, lease.target, :, columns] = cache.keys_lbkcd[:, row, :, columns]
-            self.store.values_lbkcd[:, lease.target, :, columns] = cache.values_lbkcd[:, row, :, columns]
-            self.tokens[lease.target] = list(request)
+    def keep(self, leases: list[Lease], requests: list[list[int]], drafts: list[list[int]]) -> None:
+        """Note what the target slots now hold."""
+        for lease, request, draft in zip(leases, requests, drafts, strict=True):
+            self.tokens[lease.target] = request + draft[:-1]
+            self.asked[lease.target] = len(request)
 
     def forget(self) -> None:
         """Empty every slot: after a fault nothing stored is trusted."""
         self.tokens = [[] for _ in self.tokens]
+        self.asked = [0] * len(self.asked)
 
     def _best(self, request: list[int]) -> tuple[int, int]:
         lengths = [common_prefix(request, tokens) for tokens in self.tokens]
         best = max(lengths)
         # Among equal matches the one held in full is preferred: it can be extended in place.
-        slot = min(range(len(lengths)), key=lambda s: (-lengths[s], len(self.tokens[s])))
+        slot = min(range(len(lengths)), key=lambda s: (-lengths[s], self.asked[s]))
         return slot, best
 
     @staticmethod
@@ -102,9 +115,10 @@ class Slots:
 def common_prefix(left: list[int], right: list[int]) -> int:
     """Return how many leading tokens two sequences share."""
     size = min(len(left), len(right))
-    if left[:size] == right[:size]:
-        return size
-    low, high = 0, size
+    low, high = 0, min(PROBED, size)
+    # Most pairs part soon: the part that is compared doubles until it differs, and is then halved.
+    while low < size and left[low:high] == right[low:high]:
+        low, high = high, min(2 * high, size)
     while low < high:
         middle = (low + high + 1) // 2
         if left[low:middle] == right[low:middle]:

@@ -1,14 +1,19 @@
 """Drafting: whatever was cached and whoever is in the batch, a draft is what a fresh run alone gives."""
 
 import random
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import small_decoder
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional
 
+from drafter import inference
 from drafter.engine import Engine
+from drafter.inference import Inference
 from drafter.model import Decoder
 
 DECODER = small_decoder("llama", seed=32, tied=False)  # untied: less apt to repeat itself
@@ -51,28 +56,37 @@ def check(alone: Alone, batch: list[list[int]], drafts: list[list[int]], count: 
 
 
 class Work:
-    """Counts what a decoder is asked to do, and can make it fail."""
+    """Counts the tokens of each pass, and can make one fail."""
 
-    def __init__(self, decoder: Decoder) -> None:
-        self.shapes: list[tuple[int, int]] = []
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.passes: list[int] = []
         self.fail_at = -1
-        self.hook = decoder.register_forward_pre_hook(self._note)
+        plain = Inference.hidden
 
-    def _note(self, _module: Decoder, inputs: tuple[torch.Tensor, ...]) -> None:
-        if len(self.shapes) == self.fail_at:
-            raise RuntimeError("planted fault")
-        self.shapes.append(tuple(inputs[0].shape))
+        def hidden(inference: Inference, tokens_n: torch.Tensor, attend: object) -> torch.Tensor:
+            if len(self.passes) == self.fail_at:
+                raise RuntimeError("planted fault")
+            self.passes.append(len(tokens_n))
+            return plain(inference, tokens_n, attend)
 
-    def take(self) -> list[tuple[int, int]]:
-        shapes, self.shapes = self.shapes, []
-        return shapes
+        monkeypatch.setattr(Inference, "hidden", hidden)
+
+    def take(self) -> list[int]:
+        passes, self.passes = self.passes, []
+        return passes
 
 
 @pytest.fixture
-def work():
-    counter = Work(DECODER)
-    yield counter
-    counter.hook.remove()
+def work(monkeypatch: pytest.MonkeyPatch) -> Work:
+    return Work(monkeypatch)
+
+
+def engine_of(static: bool, **settings: int) -> Engine:
+    """An engine whose batches are filled up to few sizes, as on a GPU, or not."""
+    engine = Engine(DECODER, **settings)
+    assert engine.drafting is not None
+    engine.drafting.static = static
+    return engine
 
 
 def cut(request: list[int], context: int = CONTEXT, step: int = STEP) -> list[int]:
@@ -100,9 +114,10 @@ requests = st.builds(
 
 
 @settings(deadline=None, max_examples=120)
-@given(batches=st.lists(st.lists(requests, min_size=1, max_size=SLOTS), min_size=1, max_size=6))
-def test_any_interleaving_drafts_as_alone(batches: list[list[list[int]]]) -> None:
-    engine = Engine(DECODER, CONTEXT, slots=SLOTS)
+@given(batches=st.lists(st.lists(requests, min_size=1, max_size=SLOTS), min_size=1, max_size=6),
+       static=st.booleans())
+def test_any_interleaving_drafts_as_alone(batches: list[list[list[int]]], static: bool) -> None:
+    engine = engine_of(static, context_tokens=CONTEXT, slots=SLOTS)
     for batch in batches:
         check(ALONE, [cut(request) for request in batch], engine.draft(batch, DRAFT), DRAFT)
 
@@ -121,10 +136,81 @@ def test_the_texts_above_draft_apart_and_clearly() -> None:
     assert alone.near_ties == 0
 
 
-def test_forty_conversations_grow_in_turns_on_few_slots() -> None:
+@settings(deadline=None, max_examples=60)
+@given(accepted=st.lists(st.lists(st.integers(0, DRAFT), min_size=2, max_size=2), min_size=1, max_size=5),
+       static=st.booleans(), first=st.integers(3, CONTEXT))
+def test_whatever_of_a_draft_is_accepted_the_next_drafts_as_alone(
+        accepted: list[list[int]], static: bool, first: int) -> None:
+    """The replay of two conversations: what was accepted is cached, what was not is overwritten."""
+    engine, number = engine_of(static, context_tokens=CONTEXT, slots=SLOTS), random.Random(first)
+    texts = [CONVERSATIONS[0][:first], CONVERSATIONS[2][:first]]
+    for turn in accepted:
+        drafts = engine.draft(texts, DRAFT)
+        check(ALONE, [cut(text) for text in texts], drafts, DRAFT)
+        texts = [[*text, *draft[:size], number.randrange(97)]
+                 for text, draft, size in zip(texts, drafts, turn, strict=True)]
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_step_of_a_replay_runs_one_or_two_new_tokens_a_row(work: Work, static: bool) -> None:
+    engine = engine_of(static, context_tokens=100, slots=8)
+    texts = [text[:20] for text in CONVERSATIONS[:3]]
+    drafts = engine.draft(texts, DRAFT)
+    rows = 4 if static else 3  # filled up to a power of two
+    assert work.take() == [3 * 19, 2 * rows if static else rows, *[rows] * (DRAFT - 1)]
+    texts = [[*text, *draft[:size], 9] for text, draft, size in zip(texts, drafts, (0, 2, 3), strict=True)]
+    drafts = engine.draft(texts, DRAFT)
+    assert work.take() == [2 * rows if static else rows, *[rows] * (DRAFT - 1)]
+    texts = [[*text, *draft[:size], 9] for text, draft, size in zip(texts, drafts, (0, 2, 4), strict=True)]
+    check(ALONE, texts, engine.draft(texts, DRAFT), DRAFT)
+    assert work.take() == [2 * rows, *[rows] * (DRAFT - 1)]  # the last token of a whole draft has not run yet
+
+
+def test_rows_that_fill_up_a_batch_write_nothing() -> None:
+    engine = engine_of(True, context_tokens=CONTEXT, slots=8)
+    assert engine.slots is not None
+    engine.draft([text[:12] for text in CONVERSATIONS[:3]], DRAFT)
+    for part in engine.slots.cached:
+        written = part.abs().sum((0, 2, 4)) > 0
+        assert written.sum(1).tolist() == [12 + DRAFT - 1] * 3 + [0] * 5
+
+
+def test_a_warm_up_leaves_nothing_behind() -> None:
+    engine = engine_of(False, context_tokens=CONTEXT, slots=4)
+    engine.warm_up(3, DRAFT)
+    assert engine.slots is not None
+    assert engine.slots.tokens == [[]] * 4
+    assert engine.mode == "plain"
+
+
+def test_graphs_that_differ_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that replays something else is told by the warm-up, and drafts are made step by step."""
+    engine = engine_of(True, context_tokens=CONTEXT, slots=4)
+    assert engine.drafting is not None
+    engine.static, graphs, ran = True, engine.drafting.graphs, set()
+    plain = graphs.run
+
+    def run(key: tuple[int, int], step: Callable[[], None]) -> None:
+        plain(key, step)
+        if key in ran and graphs.enabled:
+            engine.drafting.drafts_bc[0, 1] += 1
+        ran.add(key)
+
+    graphs.enabled = True
+    monkeypatch.setattr(graphs, "_capture", lambda *_: None)
+    monkeypatch.setattr(graphs, "run", run)
+    assert engine.mode == "graphs"
+    engine.warm_up(4, DRAFT)
+    assert engine.mode == "plain"
+    batch = [text[:9] for text in CONVERSATIONS[:4]]
+    check(ALONE, batch, engine.draft(batch, DRAFT), DRAFT)
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_forty_conversations_grow_in_turns_on_few_slots(static: bool) -> None:
     number = random.Random(9)
     texts = [[*CONVERSATIONS[0][:12], n, n + 1] for n in range(40)]
-    engine = Engine(DECODER, 64, slots=32)
+    engine = engine_of(static, context_tokens=64, slots=32)
     for _ in range(6):
         number.shuffle(texts)
         for first in range(0, 40, 8):
@@ -135,8 +221,9 @@ def test_forty_conversations_grow_in_turns_on_few_slots() -> None:
                 texts[index] = texts[index] + draft[: number.randint(0, 3)]
 
 
-def test_a_short_row_beside_a_long_one_and_changing_batch_sizes() -> None:
-    engine = Engine(DECODER, 512, slots=32)
+@pytest.mark.parametrize("static", [False, True])
+def test_a_short_row_beside_a_long_one_and_changing_batch_sizes(static: bool) -> None:
+    engine = engine_of(static, context_tokens=512, slots=32)
     number = random.Random(3)
     long = [[number.randrange(97) for _ in range(number.randint(250, 300))] for _ in range(32)]
     short = [[number.randrange(97) for _ in range(3)] for _ in range(5)]
@@ -150,7 +237,7 @@ def test_at_the_length_limit_all_are_served_and_neighbours_undisturbed(over: int
     number = random.Random(77)
     long = [number.randrange(97) for _ in range(context + 400)][: context + over]
     neighbours = [[number.randrange(97) for _ in range(number.randint(1, 20))] for _ in range(31)]
-    engine = Engine(DECODER, context, slots=32)
+    engine = engine_of(over % 2 == 0, context_tokens=context, slots=32)
     for _ in range(2):  # prefilled, then reused
         drafts = engine.draft([long, *neighbours], 16)
         check(ALONE, [cut(long, context, step), *neighbours], drafts, 16)
@@ -161,9 +248,9 @@ def test_the_cut_stays_in_place_while_a_long_conversation_grows(work: Work) -> N
     prefilled = []
     for size in range(CONTEXT, 60):
         engine.draft([(CONVERSATIONS[0] * 2)[:size]], 1)
-        prefilled.append(work.take()[0][1])
+        prefilled.append(sum(work.take()))
     assert len(prefilled) == 36
-    assert sum(tokens > 1 for tokens in prefilled) == 1 + 36 // STEP  # the first, and one each step
+    assert sum(tokens > 2 for tokens in prefilled) == 1 + 36 // STEP  # the first, and one each step
     assert all(tokens <= CONTEXT for tokens in prefilled)
 
 
@@ -179,12 +266,12 @@ def test_a_repeat_costs_one_token(work: Work) -> None:
     engine = Engine(DECODER, CONTEXT, slots=SLOTS)
     request = CONVERSATIONS[0][:20]
     first = engine.draft([request], 4)
-    assert work.take() == [(1, 20), (1, 1), (1, 1), (1, 1)]
+    assert work.take() == [19, 1, 1, 1, 1]
     assert engine.draft([request], 4) == first
-    assert work.take() == [(1, 1)] * 4
+    assert work.take() == [1] * 4
     engine.draft([request[:11]], 1)  # a prefix of what is kept
     engine.draft([[*request, 1, 2]], 1)  # and what goes on from it
-    assert work.take() == [(1, 1), (1, 2)]
+    assert work.take() == [1, 2]
 
 
 def test_one_request_twice_in_a_batch() -> None:
@@ -220,7 +307,7 @@ def test_after_a_fault_nothing_stored_is_trusted(work: Work, fail_at: int) -> No
     assert engine.slots.tokens == [[]] * SLOTS
     work.take()
     check(ALONE, batch, engine.draft(batch, DRAFT), DRAFT)
-    assert work.take()[0] == (3, 16)  # all of it anew
+    assert work.take()[0] == 3 * 15  # all of it anew
     for again in (grown, batch):
         check(ALONE, again, engine.draft(again, DRAFT), DRAFT)
 
@@ -230,11 +317,16 @@ def test_a_fault_inside_a_layer_leaves_no_trace(monkeypatch: pytest.MonkeyPatch)
     request = CONVERSATIONS[0][:16]
     engine.draft([request], DRAFT)
 
-    def fail(*_: object) -> None:
-        raise MemoryError("planted")
+    calls: list[object] = []
+
+    def fail(*matrices: torch.Tensor) -> torch.Tensor:
+        calls.append(matrices)
+        if len(calls) == 6:  # in the second layer
+            raise MemoryError("planted")
+        return functional.linear(*matrices)
 
     with monkeypatch.context() as patch:
-        patch.setattr(DECODER.model.layers[1].mlp, "forward", fail)
+        patch.setattr(inference, "functional", SimpleNamespace(embedding=functional.embedding, linear=fail))
         with pytest.raises(MemoryError):
             engine.draft([[*request, 3]], DRAFT)
     for again in (request, [*request, 3], [*request, 3, 4]):
@@ -246,3 +338,5 @@ def test_more_requests_than_slots_is_the_callers_mistake() -> None:
     with pytest.raises(ValueError, match="slots"):
         engine.draft([[1], [2], [3]], 1)
     check(ALONE, [[1], [2]], engine.draft([[1], [2]], DRAFT), DRAFT)
+    with pytest.raises(ValueError, match="17 ids to draft, but this engine was made for 16"):
+        engine.draft([[1]], 17)

@@ -1,18 +1,23 @@
 """Generation in few shapes, as a GPU does it, run on the CPU: the same tokens as row by row."""
 
+import itertools
 import random
 
 import pytest
 import torch
 from conftest import small_decoder
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from drafter import generation
-from drafter.attention import attend_one
+from drafter import rows as rows_module
 from drafter.choice import largest
-from drafter.generation import Generator
+from drafter.generation import Generator, prefill_groups
 from drafter.graphs import Graphs
+from drafter.inference import Inference
 from drafter.model import Decoder
-from drafter.rows import Generated, Generation
+from drafter.plain import attend_one
+from drafter.rows import Generated, Generation, Rows
 
 DECODER = small_decoder("qwen3", seed=41)
 STOPS = tuple(range(40, 46))
@@ -31,7 +36,7 @@ def prompts(count: int, most: int = 50) -> list[list[int]]:
 
 def made(decoder: Decoder, given: list[list[int]], settings: Generation, static: bool, rows: int,
          monkeypatch: pytest.MonkeyPatch) -> list[Generated]:
-    generator = Generator(decoder, decoder.config.vocab_size, static)
+    generator = Generator(Inference(decoder, 128), decoder.config.vocab_size, static)
     monkeypatch.setattr(generator, "_room", lambda *_: rows)
     with torch.inference_mode():
         return generator.generate(given, settings)
@@ -52,7 +57,7 @@ def test_any_number_of_rows_and_static_shapes_give_the_same(
 
 
 def test_rows_of_an_earlier_call_leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    generator, settings = Generator(DECODER, 97, static=True), SETTINGS[2]
+    generator, settings = Generator(Inference(DECODER, 128), 97, static=True), SETTINGS[2]
     monkeypatch.setattr(generator, "_room", lambda *_: 8)
     first, second = prompts(20), prompts(40)[20:]
     with torch.inference_mode():
@@ -67,31 +72,41 @@ def test_rows_of_an_earlier_call_leave_no_trace(monkeypatch: pytest.MonkeyPatch)
 def test_no_prefill_is_larger_than_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation, "PREFILL_TOKENS", 64)
     shapes: list[tuple[int, int]] = []
-    decoder = small_decoder("qwen3", seed=41)
-    decoder.register_forward_pre_hook(lambda _, inputs: shapes.append(tuple(inputs[0].shape)))
+    plain = Rows.prefill
+
+    def prefill(rows: Rows, places: list[int], given: list[list[int]]) -> None:
+        shapes.append((len(places), max(map(len, given))))
+        plain(rows, places, given)
+
+    monkeypatch.setattr(Rows, "prefill", prefill)
     given = prompts(30)
-    found = made(decoder, given, SETTINGS[0], False, 0, monkeypatch)
-    prefills = [shape for shape in shapes if shape[1] > 1]
-    assert max(rows * width for rows, width in prefills) <= 64
-    assert sum(rows for rows, _ in prefills) <= len(given)
+    found = made(DECODER, given, SETTINGS[0], False, 0, monkeypatch)
+    assert max(rows * width for rows, width in shapes) <= 64
+    assert sum(rows for rows, _ in shapes) == len(given)
     expected = made(DECODER, given, SETTINGS[0], False, 0, monkeypatch)
     assert [row.tokens for row in found] == [row.tokens for row in expected]
 
 
 def test_the_work_of_a_batch_shrinks_as_its_rows_end(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
-    decoder = small_decoder("qwen3", seed=41)
-    decoder.register_forward_pre_hook(lambda _, inputs: rows.append(inputs[0].shape[0]))
+    plain = Rows.step
+
+    def step(self: Rows, count: int, context: int) -> None:
+        rows.append(count)
+        plain(self, count, context)
+
+    monkeypatch.setattr(Rows, "step", step)
     given = [prompt[:1] for prompt in prompts(60)]
-    found = made(decoder, given, SETTINGS[1], False, 0, monkeypatch)
+    found = made(DECODER, given, SETTINGS[1], False, 0, monkeypatch)
     alive = [sum(len(row.tokens) > step for row in found) for step in range(30)]
     assert rows == [count for count in alive if count]
     assert len(set(alive)) > 5
 
 
 def test_out_of_memory_takes_fewer_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = Generator(DECODER, 97, static=True)
+    generator = Generator(Inference(DECODER, 128), 97, static=True)
     room, tried = {"rows": 64}, []
+    expected = made(DECODER, prompts(60), SETTINGS[0], False, 0, monkeypatch)
 
     def decoding(queries, new, cached, lengths, context):
         tried.append(len(queries))
@@ -100,14 +115,12 @@ def test_out_of_memory_takes_fewer_rows_at_once(monkeypatch: pytest.MonkeyPatch)
             raise torch.cuda.OutOfMemoryError("planted")
         return attend_one(queries, new, cached, lengths, context)
 
-    generator.attend_one = decoding
+    monkeypatch.setattr(rows_module, "attend_one", decoding)
     monkeypatch.setattr(generator, "_room", lambda *_: room["rows"])
     with torch.inference_mode():
         found = generator.generate(prompts(60), SETTINGS[0])
     assert tried[:3] == [60, 32, 16] or tried[:3] == [64, 32, 16]
-    assert [row.tokens for row in found] == [
-        row.tokens for row in made(DECODER, prompts(60), SETTINGS[0], False, 0, monkeypatch)
-    ]
+    assert [row.tokens for row in found] == [row.tokens for row in expected]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -131,3 +144,23 @@ def test_on_a_cpu_a_step_runs_eagerly() -> None:
     for number in range(3):
         graphs.run("key", lambda number=number: done.append(number))
     assert done == [0, 1, 2]
+
+
+@settings(max_examples=300)
+@given(sizes=st.lists(st.integers(1, 2000), min_size=1, max_size=40).map(sorted))
+def test_prefill_groups_part_the_rows_and_bound_the_padding(sizes: list[int]) -> None:
+    groups = prefill_groups(sizes)
+    assert [row for group in groups for row in range(group.start, group.stop)] == list(range(len(sizes)))
+    for group in groups:
+        rows = sizes[group]
+        assert rows
+        assert max(rows) * len(rows) <= 2 * sum(rows)
+
+
+@settings(max_examples=100)
+@given(sizes=st.lists(st.integers(1, 2000), min_size=2, max_size=40).map(sorted))
+def test_prefill_groups_are_no_smaller_than_they_must_be(sizes: list[int]) -> None:
+    groups = prefill_groups(sizes)
+    for group, following in itertools.pairwise(groups):
+        grown = sizes[group.start : following.start + 1]
+        assert max(grown) * len(grown) > 2 * sum(grown)

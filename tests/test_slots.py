@@ -6,8 +6,9 @@ from conftest import small_decoder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter.cache import KVCache
 from drafter.engine import Engine
+from drafter.inference import Inference
+from drafter.plain import NewTokens
 from drafter.slots import Lease, Slots, common_prefix
 
 DECODER = small_decoder("llama", seed=21)
@@ -31,21 +32,33 @@ def test_common_prefix(shared: list[int], left: list[int], right: list[int]) -> 
     assert common_prefix([], right) == 0
 
 
-def fresh(tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+INFERENCE = Inference(DECODER, COLUMNS + 2)
+TAIL = 2  # drafted tokens that follow each request; the last of them does not run
+
+
+def made() -> Slots:
+    return Slots(DECODER.config, COUNT, COLUMNS + TAIL, DECODER.head_weight)
+
+
+def write(slots: Slots, slot: int, length: int, tokens: list[int]) -> None:
+    new = NewTokens(*(torch.tensor([value]) for value in (0, len(tokens), length, slot)))
+    INFERENCE.hidden(torch.tensor(tokens), INFERENCE.attend(slots.cached, new))
+
+
+def fresh(tokens: list[int]) -> tuple[torch.Tensor, ...]:
     """Keys and values of a text computed from nothing, [layers, kv_heads, columns, head_dim]."""
-    cache = KVCache.empty(DECODER, 1, len(tokens))
-    cache.extend(DECODER, slice(0, 1), [tokens])
-    return cache.keys_lbkcd[:, 0, :, :-1], cache.values_lbkcd[:, 0, :, :-1]
+    slots = made()
+    write(slots, 0, 0, tokens)
+    return tuple(part[:, 0, :, : len(tokens)] for part in slots.cached)
 
 
 def run(slots: Slots, requests: list[list[int]]) -> list[Lease]:
-    """One batch through the slots, as the engine does it; some drafted tokens follow each request."""
+    """One batch through the slots, as the engine does it; its drafts are 0, then 1."""
     leases = slots.lease(requests)
-    cache = slots.gather(leases, COLUMNS + 2)
-    for row, (request, lease) in enumerate(zip(requests, leases, strict=True)):
-        cache.extend(DECODER, slice(row, row + 1), [request[lease.reused :]])
-        cache.extend(DECODER, slice(row, row + 1), [[90, 91]])
-    slots.keep(leases, requests, cache)
+    slots.settle(leases)
+    for request, lease in zip(requests, leases, strict=True):
+        write(slots, lease.target, lease.reused, [*request[lease.reused :], 0])
+    slots.keep(leases, requests, [[0, 1]] * len(requests))
     return leases
 
 
@@ -53,7 +66,7 @@ def run(slots: Slots, requests: list[list[int]]) -> list[Lease]:
 @given(batches=batches)
 @torch.inference_mode()
 def test_leases_are_sound_and_slots_hold_what_they_say(batches: list[list[list[int]]]) -> None:
-    slots = Slots(DECODER, COUNT, COLUMNS)
+    slots = made()
     for requests in batches:
         before = [list(tokens) for tokens in slots.tokens]
         leases = run(slots, requests)
@@ -62,13 +75,13 @@ def test_leases_are_sound_and_slots_hold_what_they_say(batches: list[list[list[i
             best = max(naive_prefix(request, tokens) for tokens in before)
             assert lease.reused == min(best, len(request) - 1)
             assert before[lease.source][: lease.reused] == request[: lease.reused]
-            assert slots.tokens[lease.target] == request
+            assert slots.tokens[lease.target] == [*request, 0]
+            assert slots.asked[lease.target] == len(request)
         targets = {lease.target for lease in leases}
         assert all(slots.tokens[s] == before[s] for s in range(COUNT) if s not in targets)
         for slot, tokens in enumerate(slots.tokens):
             if tokens:
-                for stored, expected in zip((slots.store.keys_lbkcd, slots.store.values_lbkcd),
-                                            fresh(tokens), strict=True):  # fmt: skip
+                for stored, expected in zip(slots.cached, fresh(tokens), strict=True):
                     torch.testing.assert_close(
                         stored[:, slot, :, : len(tokens)], expected, atol=2e-5, rtol=1e-4
                     )
@@ -76,7 +89,7 @@ def test_leases_are_sound_and_slots_hold_what_they_say(batches: list[list[list[i
 
 @torch.inference_mode()
 def test_a_growing_conversation_stays_in_its_slot() -> None:
-    slots = Slots(DECODER, COUNT, COLUMNS)
+    slots = made()
     first = run(slots, [[1, 2, 3]])[0]
     for end in range(4, 9):
         lease = run(slots, [[1, 2, 3, 4, 5, 6, 7, 8][:end]])[0]
@@ -84,22 +97,31 @@ def test_a_growing_conversation_stays_in_its_slot() -> None:
 
 
 @torch.inference_mode()
+def test_what_was_accepted_of_a_draft_is_reused_in_place() -> None:
+    slots = made()
+    first = run(slots, [[1, 2, 3]])[0]  # the slot holds 1 2 3 0
+    assert run(slots, [[1, 2, 3, 0, 7]])[0] == Lease(first.target, 4, first.target)
+    assert run(slots, [[1, 2, 3, 0, 7, 5]])[0] == Lease(first.target, 5, first.target)  # 0 was refused
+    assert run(slots, [[1, 2, 3, 0, 7, 5, 0, 1, 8]])[0] == Lease(first.target, 7, first.target)
+
+
+@torch.inference_mode()
 def test_a_branch_leaves_the_trunk_alone() -> None:
-    slots = Slots(DECODER, COUNT, COLUMNS)
+    slots = made()
     trunk = run(slots, [[1, 2, 3, 4, 5]])[0].target
-    stored = slots.store.keys_lbkcd[:, trunk].clone()
+    stored = slots.cached[0][:, trunk].clone()
     branch = run(slots, [[1, 2, 3, 9, 9]])[0]
     assert (branch.source, branch.reused) == (trunk, 3)
     assert branch.target != trunk
     shorter = run(slots, [[1, 2]])[0]
     assert shorter.target not in (trunk, branch.target)
-    assert slots.tokens[trunk] == [1, 2, 3, 4, 5]
-    assert torch.equal(slots.store.keys_lbkcd[:, trunk], stored)
+    assert slots.tokens[trunk] == [1, 2, 3, 4, 5, 0]
+    assert torch.equal(slots.cached[0][:, trunk], stored)
 
 
 @torch.inference_mode()
 def test_the_least_recently_used_goes_first() -> None:
-    slots = Slots(DECODER, COUNT, COLUMNS)
+    slots = made()
     for word in (10, 20, 30):
         run(slots, [[word] * 3])
     run(slots, [[10] * 4])  # used again: 20 is now the oldest
@@ -111,16 +133,16 @@ def test_the_least_recently_used_goes_first() -> None:
 
 @torch.inference_mode()
 def test_of_equal_matches_the_one_that_ends_there_is_extended() -> None:
-    slots = Slots(DECODER, COUNT, COLUMNS)
+    slots = made()
     longer = run(slots, [[1, 2, 3, 9]])[0].target
     shorter = run(slots, [[1, 2, 3]])[0].target
     assert run(slots, [[1, 2, 3, 4]])[0] == Lease(shorter, 3, shorter)
-    assert slots.tokens[longer] == [1, 2, 3, 9]
+    assert slots.tokens[longer] == [1, 2, 3, 9, 0]
 
 
 @torch.inference_mode()
 def test_two_that_extend_one_slot_part_ways() -> None:
-    slots = Slots(DECODER, COUNT, COLUMNS)
+    slots = made()
     origin = run(slots, [[5, 6, 7]])[0].target
     leases = run(slots, [[5, 6, 7, 8], [5, 6, 7, 9]])
     assert [lease.reused for lease in leases] == [3, 3]

@@ -1,0 +1,103 @@
+"""The trial of the kernels at start-up: each is held to plain torch in the very shape that it will serve."""
+
+import logging
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafter import logs, plain
+from drafter.config import ModelConfig
+from drafter.model import rotary_tables
+from drafter.plain import FEW, Heads, NewTokens
+
+Results = tuple[Tensor, ...]
+ROWS = ((0, 1), (1, 1), (63, 2), (0, 0), (64, 1), (65, 2), (300, 1), (0, 2))  # cached and new tokens of each
+MANY = 80  # times these rows: so many that none is split
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
+
+
+def trusted(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> ModuleType | None:
+    """Return the kernels where there is a GPU and they do as plain torch does; else the log says why not."""
+    if device.type != "cuda":
+        return None
+    try:
+        from drafter import kernels  # noqa: PLC0415 - Triton is there on a GPU only
+
+        found = differences(kernels, config, dtype, device)
+    except Exception as problem:  # whatever stops Triton, torch serves
+        reason = logs.described(problem)
+    else:
+        wrong = {name: f"{error:.2g}" for name, error in found.items() if not error <= TOLERANCE[dtype]}
+        if not wrong:
+            return kernels
+        reason = f"they differ from plain torch by {wrong}"
+    logs.event(logging.WARNING, "kernels are not used", reason=reason)
+    return None
+
+
+def differences(kernels: ModuleType, config: ModelConfig, dtype: torch.dtype,
+                device: torch.device) -> dict[str, float]:
+    """Return by how much each kernel's results differ at most from plain torch's on random numbers."""
+    random = _Random(dtype, device)
+    x_nd, branch_nd = random(5, config.hidden_size), random(5, config.hidden_size)
+    weight_d, gate_up_nd = random(config.hidden_size), random(5, 2 * config.intermediate_size)
+    heads = _heads(config, random)
+    qkv_nd = random(5, (config.heads + 2 * config.kv_heads) * config.head_dim)
+    positions_n = torch.arange(5, device=device) * 7
+
+    def both(make: Callable[[Any], Results]) -> float:
+        return _difference(make(kernels), make(plain))
+
+    found = {
+        "norm": both(lambda ops: ops.add_norm(x_nd.clone(), None, weight_d, 1e-5)),
+        "sum and norm": both(lambda ops: ops.add_norm(x_nd.clone(), branch_nd, weight_d, 1e-5)),
+        "gate": both(lambda ops: (ops.gated(gate_up_nd),)),
+        "rotation": both(lambda ops: ops.turned(qkv_nd, heads, positions_n)),
+    }
+    for name, times in (("attention in parts", 1), ("attention to whole rows", MANY)):
+        found[name] = _difference(*_attention(kernels, heads, random, times))
+    return found
+
+
+def _attention(kernels: ModuleType, heads: Heads, random: "_Random", times: int) -> tuple[Results, Results]:
+    rows, device = list(ROWS) * times, random.device
+    lengths_b, sizes_b = torch.tensor(rows, device=device).T.contiguous()
+    slots_b = torch.arange(len(rows), device=device).flip(0)
+    firsts_b = torch.arange(len(rows), device=device) * FEW
+    columns = max(length + size for length, size in rows)
+    stored = (len(rows), heads.kv_count, columns, heads.dim)
+    cached = (random(*stored), random(*stored))
+    copied = (cached[0].clone(), cached[1].clone())
+    qkv_nd = random(len(rows) * FEW, (heads.count + 2 * heads.kv_count) * heads.dim)
+    arrived = torch.zeros(kernels.PROGRAMS, dtype=torch.int32, device=device)
+    new = NewTokens(firsts_b, sizes_b, lengths_b, slots_b)
+    expected_nd = plain.attend(qkv_nd, heads, cached, new)
+    for _ in range(2):  # a second time the counters must be as they were
+        found_nd = kernels.attend(qkv_nd, heads, copied, new, arrived)
+    real_n = new.places_3n[0]
+    return (found_nd[real_n], *copied, arrived), (expected_nd[real_n], *cached, torch.zeros_like(arrived))
+
+
+def _heads(config: ModelConfig, random: "_Random") -> Heads:
+    q_weight, k_weight = (random(config.head_dim) if config.qk_norm else None for _ in range(2))
+    positions_1t = torch.arange(max(map(sum, ROWS)), device=random.device)[None]
+    cosine, sine = rotary_tables(positions_1t, config)
+    return Heads(config.heads, config.kv_heads, config.head_dim, q_weight, k_weight, 1e-5, cosine[0, 0],
+                 sine[0, 0])  # fmt: skip
+
+
+class _Random:
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __call__(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator).to(self.device, self.dtype)
+
+
+def _difference(found: Results, expected: Results) -> float:
+    pairs = zip(found, expected, strict=True)
+    return max(float((mine.float() - theirs.float()).abs().max()) for mine, theirs in pairs)
