@@ -90,7 +90,7 @@ def test_the_manifest_names_every_source(made: Path) -> None:
         assert entry["files"] == {file.path: file.sha256 for file in pinned[name].files}
         command = f"hf download draftmill/{name} --repo-type dataset --revision {COMMIT}"
         assert entry["command"].startswith(command)
-        assert entry["log"] == "downloads.jsonl"
+        assert entry["log"] == "logs/downloads.jsonl"
     for entry in entries.values():
         assert entry["licence"] == "Apache-2.0"
         assert entry["files"]

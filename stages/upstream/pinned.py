@@ -152,7 +152,7 @@ class Source(Entry):
             "licence": self.licence,
             "files": {file.path: file.sha256 for file in self.files},
             "command": self._command(),
-            "log": DOWNLOADS,
+            "log": f"logs/{DOWNLOADS}",
         }
         return stated | {key: value for key in ("note", "split") if (value := getattr(self, key))}
 
