@@ -4,6 +4,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -182,6 +183,17 @@ def test_each_engine_gets_a_gpu_in_its_own_words(tmp_path: Path):
 def test_a_mistake_is_a_sentence(arguments: tuple[str, ...], sentence: str, tmp_path: Path):
     (line,) = flags("podman", tmp_path / "bin", *arguments, code=2)
     assert sentence in line
+
+
+@pytest.mark.parametrize("script", ["base", "images"])
+def test_an_image_cannot_be_made_without_an_engine(script: str, tmp_path: Path):
+    for name in ("docker", "podman"):
+        stand_in(tmp_path, name)
+    command = [str(ROOT / "docker" / script), sys.executable]
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 2
+    assert "no container engine answers; install" in done.stderr
 
 
 def test_the_scripts_are_sound_shell():
