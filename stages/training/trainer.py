@@ -60,6 +60,7 @@ class Trainer:
         rows = {name: len(tensor) for name, tensor in placed.items() if tensor.ndim == 2 and measured}
         self.fisher = RowFisher(rows, self.frozen, settings.steps, job.device)
         self.checkpoints = Checkpoints(job.work, job.checkpoint_s)
+        self.frozen_seen: Weights = {}  # what the view makes of the frozen, until it moves
         self.step = 0
         self.lines: list[dict[str, Any]] = []
         self.unseen: list[tuple[dict[str, Any], Tensor]] = []  # lines whose losses are still on the device
@@ -124,6 +125,8 @@ class Trainer:
 
     def _train_step(self, batch: Batch, targets: Targets) -> None:
         moved = self.view.begin(self.step, self.settings.steps, self.finished())
+        if moved:
+            self.frozen_seen = {}
         rate = learning_rate(
             self.step, self.settings.steps, self.settings.warmup_steps, self.settings.learning_rate
         )
@@ -144,7 +147,7 @@ class Trainer:
 
     def _backward(self, batch: Batch, targets: Targets) -> Loss:
         """Leave a batch's gradients in the masters, through the view, and return the loss."""
-        seen = self.view(self.frozen | self.masters)
+        seen = self._seen()
         self.network.load(seen)
         for name, weight in self.network.weights.items():
             weight.requires_grad_(seen[name].requires_grad or self.fisher.wants(name, self.step))
@@ -161,6 +164,14 @@ class Trainer:
                 gradients.append(gradient.to(seen[name].dtype))
         torch.autograd.backward(outputs, gradients)
         return result
+
+    def _seen(self) -> Weights:
+        """Return what the forward pass sees; of the frozen only anew where the view may have moved."""
+        if self.view.parameters():
+            return self.view(self.frozen | self.masters)
+        if not self.frozen_seen:
+            self.frozen_seen = {name: one.detach() for name, one in self.view(self.frozen).items()}
+        return self.frozen_seen | self.view(self.masters)
 
     def _evaluations(self) -> set[int]:
         count = self.settings.evaluations

@@ -19,7 +19,10 @@ class View(Protocol):
         ...
 
     def begin(self, step: int, steps: int, masters: Weights) -> dict[str, float]:
-        """Prepare for a step, counted from 0; what comes back is written to the step's line of the log."""
+        """Prepare for a step, counted from 0; what comes back is written to the step's line of the log.
+
+        A view that moves its grid here returns something.
+        """
         ...
 
     def state(self) -> Weights:
