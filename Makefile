@@ -13,7 +13,7 @@ PY := $(if $(filter system,$(RUNNER)),python3,.venv/bin/python)
 .DEFAULT_GOAL := help
 # Goals one after the other even under -j: `make -j8 clean all` is clean, then all.
 .NOTPARALLEL:
-.PHONY: help all install plan $(STAGES) rehearse size-check verify report serve plan-bits inspect bench-bits bench-tau test lint lock lock-sources images base-image clean clean-all
+.PHONY: help all install plan $(STAGES) rehearse size-check verify report serve plan-bits inspect bench-train bench-resume bench-bits bench-tau test lint lock lock-sources images base-image clean clean-all
 
 # Run $(1) with the first Python 3.12 that really runs (a pyenv shim may be on PATH and refuse).
 define with_python_312
@@ -66,6 +66,10 @@ else
 endif
 test: install ## the whole test suite
 	@$(PY) -m pytest
+bench-train: install ## the training loop against the matmul rate and a plain loop, one GPU
+	@$(PY) -m benchmarks.train
+bench-resume: install ## what a kill costs a training, on what PROFILE has built
+	@$(PY) -m benchmarks.resume --profile $(PROFILE)
 bench-bits: install ## codecs by rate beside other quantisers: bits, error, speed
 	@$(PY) -m benchmarks.bits
 bench-tau: install ## tau per byte of every codec, real files, one GPU (SECONDS=1500)
