@@ -42,7 +42,6 @@ from stages.training.trainer import Trainer
 ROOT = Path(__file__).resolve().parent.parent
 DISTILL_SHARE = 0.2
 MEASURED_STEPS = 24  # of a short run that tells how long a step takes
-FELT_STEPS = 16  # in which the target's own row sensitivities are measured
 GAIN = 0.01  # a doubling that gains less ends an arm's doublings
 INFLUENCE_ROWS = 64
 RESAMPLES = 2000
@@ -170,20 +169,20 @@ class Bench:
             kept = tuple(sorted(self.order[: arm.layers]))
             config, tensors = prune(self.config, self.tensors, kept)
             if whole:
-                steps, changes = FELT_STEPS, {"learning_rate": 1e-9, "warmup_steps": 0}
+                steps = 0  # its sensitivities are measured, and nothing of it is changed
             else:
                 step_s = self._step_s("distill", arm, Drafter(config, tensors, {}))
-                steps, changes = max(10, int(DISTILL_SHARE * arm.seconds / step_s)), {}
-            trainer, job = self._trainer(arm, config, tensors, steps, changes)
+                steps = max(10, int(DISTILL_SHARE * arm.seconds / step_s))
+            trainer, job = self._trainer(arm, config, tensors, steps)
             trainer.train(self.rows, self.sets["b"][:1])
             found = {name: one.cpu() for name, one in trainer.finished().items()}
             felt = {name: one.cpu() for name, one in trainer.sensitivities().items()}
             self.distilled[key] = Drafter(config, found, felt), job.seconds, steps
         return self.distilled[key]
 
-    def _trainer(self, arm: Arm, config: ModelConfig, tensors: dict[str, Tensor], steps: int,
-                 changes: dict[str, Any]) -> tuple[Trainer, ClockedJob]:
-        settings = section(self.profile.distill, {"steps": steps, "evaluations": 1} | changes)
+    def _trainer(self, arm: Arm, config: ModelConfig, tensors: dict[str, Tensor],
+                 steps: int) -> tuple[Trainer, ClockedJob]:
+        settings = section(self.profile.distill, {"steps": steps, "evaluations": 1})
         job = self._job(arm)
         return Trainer(job, settings, config, tensors), job
 
@@ -199,7 +198,7 @@ class Bench:
         key = (kind if kind == "distill" else arm.codec, arm.layers)
         if key not in self.step_s:
             if kind == "distill":
-                trainer, job = self._trainer(arm, start.config, start.weights, MEASURED_STEPS, {})
+                trainer, job = self._trainer(arm, start.config, start.weights, MEASURED_STEPS)
                 trainer.train(self.rows, self.sets["b"][:1])
             else:
                 quantiser, job = self._quantiser(arm, start, MEASURED_STEPS)

@@ -97,9 +97,9 @@ class Timed(Trainer):
             self.seconds = time.perf_counter() - self.began
             raise DoneError
 
-    def _batches(self, kept: Selection, target: Any) -> Iterator[tuple[Batch, Targets]]:
+    def _batches(self, kept: Selection, target: Any, steps: int) -> Iterator[tuple[Batch, Targets]]:
         self.sizes: list[list[int]] = []
-        for batch, known in super()._batches(kept, target):
+        for batch, known in super()._batches(kept, target, steps):
             # The fill of a batch stands at its end; rows are told from it by what they predict.
             ends = batch.bounds_s.tolist()
             last = int(batch.predictors_n[-1]) + 1

@@ -189,10 +189,10 @@ class Start(Section):
 
 
 class Training(Section):
-    """A training run of fixed work."""
+    """A training run of fixed work; 0 steps change nothing."""
 
     dtype: Dtype
-    steps: Count
+    steps: Annotated[int, Field(ge=0)]
     batch_tokens: Count
     learning_rate: Rate
     warmup_steps: Annotated[int, Field(ge=0)] = 10
@@ -228,20 +228,19 @@ class Checkpoints(Section):
 
 
 class Distill(Training):
-    """bf16 distillation of the pruned start."""
+    """bf16 distillation of the pruned start; 0 steps only measure its row sensitivities."""
 
 
 class Qat(Training):
     """Training through the codec's rounding; 0 steps only pack.
 
     `codec_embedding` is for embedding and head, where they differ. `group` belongs to int4 and nf4, `clip` (a
-    search for the best clipping) to int4, `fisher_exponent` and `learn_steps` to entropy. `rank` is a low-rank
-    correction's, and `zstd` a level, over any fixed-rate codec; 0 is without.
+    search for the best clipping) to int4, `fisher_exponent` and `learn_steps` to entropy. `rank` is that of a
+    low-rank correction, and `zstd` a level, over any fixed-rate codec; 0 is without.
     """
 
     codec: Literal["entropy", "int4", "int8", "fp8", "nf4", "bf16"]
     codec_embedding: Literal["int4", "int8", "fp8", "nf4", "bf16"] | None = None
-    steps: Annotated[int, Field(ge=0)]
     group: Literal[32, 64, 128] = 32
     clip: bool = False
     rank: Annotated[int, Field(ge=0, le=256)] = 0

@@ -328,3 +328,14 @@ def test_a_checkpoint_is_due_after_its_time_and_never_while_one_is_written(tmp_p
     held.set()
     busy.wait()
     assert busy.due()
+
+
+def test_no_steps_measure_the_start_and_leave_it(rows: Rows, dev: list[Conversation], tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, SETTINGS.model_copy(update={"steps": 0, "train_embedding": False}))
+    start = {name: one.detach().clone() for name, one in trainer.finished().items()}
+    metrics = trainer.train(rows, dev)
+    assert metrics["tau_dev"]["tau"] == pytest.approx(metrics["tau_dev_before"], abs=1e-4)
+    assert all(torch.equal(one, start[name]) for name, one in trainer.finished().items())
+    felt = trainer.sensitivities()
+    assert felt.keys() == {name for name, one in start.items() if one.ndim == 2}
+    assert all(bool((means > 0).any()) for means in felt.values())

@@ -97,7 +97,7 @@ def run_layer(layer: Layer, x_1td: Tensor, rotary: tuple[Tensor, Tensor], bounds
 
     def attend(queries_1htd: Tensor, keys_1ktd: Tensor, values_1ktd: Tensor) -> Tensor:
         parts = (x[0].transpose(0, 1).contiguous() for x in (queries_1htd, keys_1ktd, values_1ktd))
-        out_thd, _ = packed_attention(*parts, bounds_s, longest)
+        out_thd: Tensor = packed_attention(*parts, bounds_s, longest)[0]
         return out_thd.transpose(0, 1)[None]
 
     result: Tensor = layer(x_1td, rotary, attend)

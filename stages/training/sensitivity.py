@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 FROZEN_SHARE = 0.1
+FELT_STEPS = 16
 
 
 class RowFisher:
@@ -16,8 +17,9 @@ class RowFisher:
     measured over the last tenth of the steps, since their gradients cost extra.
 
     Args:
-        shapes: the rows of each matrix.
-        steps: how many steps there will be.
+        rows: the rows of each matrix.
+        frozen: the matrices that are not trained.
+        steps: how many steps there will be; 0 for a drafter that is only measured, on `FELT_STEPS` batches.
         device: of the sums.
     """
 
@@ -25,8 +27,10 @@ class RowFisher:
         self.sums = {name: torch.zeros(count, device=device) for name, count in rows.items()}
         measured = {name: max(1, int(steps * FROZEN_SHARE)) for name in frozen}
         half = -(-steps // 2)
-        self.first = {name: steps - measured.get(name, half) for name in rows}
-        self.steps = steps
+        self.first = dict.fromkeys(rows, 0)
+        if steps:
+            self.first = {name: steps - measured.get(name, half) for name in rows}
+        self.steps = steps or FELT_STEPS
 
     def wants(self, name: str, step: int) -> bool:
         """Say whether the gradient of a matrix at a step, counted from 0, is measured."""

@@ -23,7 +23,7 @@ from stages.training.network import Network
 from stages.training.online import TargetStates
 from stages.training.optimiser import make_optimiser, restore, state_of
 from stages.training.rows import Rows
-from stages.training.sensitivity import RowFisher
+from stages.training.sensitivity import FELT_STEPS, RowFisher
 from stages.training.view import Identity, View, Weights
 
 EMBEDDINGS = (EMBEDDING, HEAD)
@@ -85,9 +85,11 @@ class Trainer:
                      f"{kept.dropped} rows without a token to predict")
         if target:
             target.prepare(kept)
+        if not self.settings.steps and self.fisher.sums:
+            self._measure(kept, target)
         with Interruption() as interruption:
-            for batch in self.job.progress(self._batches(kept, target), self.settings.steps, unit="step",
-                                           start=self.step):
+            for batch in self.job.progress(self._batches(kept, target, self.settings.steps),
+                                           self.settings.steps, unit="step", start=self.step):
                 self._train_step(*batch)
                 if self.step in self._evaluations():
                     self._log(step=self.step, tau_dev=round(self.tau(dev).tau, 4))
@@ -111,12 +113,19 @@ class Trainer:
         self.network.load(self.view(self.finished()))
         return simulated_tau(self.network, conversations, self.job.device)
 
-    def _batches(self, kept: Selection, target: TargetStates | None) -> Iterator[tuple[Batch, Targets]]:
+    def _measure(self, kept: Selection, target: TargetStates | None) -> None:
+        """Take the sensitivities of weights that nothing is to be changed in."""
+        for batch in self._batches(kept, target, FELT_STEPS):
+            self._backward(*batch)
+            self.optimiser.zero_grad(set_to_none=True)
+
+    def _batches(self, kept: Selection, target: TargetStates | None,
+                 steps: int) -> Iterator[tuple[Batch, Targets]]:
         schedule = Schedule(kept.sizes, self.settings.batch_tokens, self.job.seed)
         on_gpu = self.job.device == "cuda"
         # A compiled layer is made for one number of tokens.
         width, longest = (self.settings.batch_tokens, self.settings.max_row_tokens) if on_gpu else (0, 0)
-        numbers = [schedule.rows(step) for step in range(self.step, self.settings.steps)]
+        numbers = [schedule.rows(step) for step in range(self.step, steps)]
         made = (collate([kept[row] for row in rows], width, longest) for rows in numbers)
         for rows, host in zip(numbers, prefetched(made, on_gpu), strict=True):
             batch = host.to(self.job.device)
