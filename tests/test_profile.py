@@ -23,7 +23,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     ("[[data.sources]]\nid = 'a'\nkind = 'hub'\nrows = 1", "data.sources.0", "need source"),
     ("[[data.sources]]\nid = 'a'\nkind = 'hub'\nsource = 'gsm8k'\nrows = 1", "profile", "must name gsm8k"),
     ("[distill]\nsteps = 'many'", "distill.steps", "integer (found 'many')"),
-    ("[distill]\nsteps = 0", "distill.steps", "greater than or equal to 1 (found 0)"),
+    ("[distill]\nsteps = -1", "distill.steps", "greater than or equal to 0 (found -1)"),
     ("[distill]\nsteps = 1.5", "distill.steps", "integer"),
     ("[distill]\nsteps = true", "distill.steps", "integer"),
     ("[distill]\nlearning_rate = 0.0", "distill.learning_rate", "greater than 0"),
