@@ -94,7 +94,7 @@ class Drafting:
         """Draft for what was told: from here on nothing depends on a value, so that a graph can hold it."""
         slots_b, lengths_b, sizes_b = self.told[:TOKENS, :rows]
         tokens_n = self.told[TOKENS : TOKENS + width, :rows].T.flatten()
-        firsts_b = self.steps[: rows * width : width]
+        firsts_b = self.steps[: rows * width : width].contiguous()  # kernels read it so
         real_b = sizes_b.clamp(max=1)
         for step in range(count):
             new = NewTokens(firsts_b, sizes_b, lengths_b, slots_b)

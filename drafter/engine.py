@@ -8,6 +8,7 @@ from drafter.drafting import Drafting
 from drafter.generation import Generator
 from drafter.inference import Inference
 from drafter.model import Decoder
+from drafter.plain import FEW
 from drafter.rows import Generated, Generation
 from drafter.slots import Slots
 
@@ -91,9 +92,11 @@ class Engine:
             raise RuntimeError("this engine was made without slots: it only generates")
         number = random.Random(0)  # noqa: S311 - no secret
         graphs, longest = self.drafting.graphs, min(WARM_UP_TOKENS, self.context_tokens)
+        # Two tokens would come new the first time, and half cached the second: not the same sums.
+        shortest = min(FEW + 1, longest)
         sizes = {self.drafting.size(rows) for rows in range(1, most + 1)} if self.static else {1, most}
         for size in sorted(sizes):
-            requests = [[number.randrange(self.token_limit) for _ in range(number.randint(1, longest))]
+            requests = [[number.randrange(self.token_limit) for _ in range(number.randint(shortest, longest))]
                         for _ in range(min(size, most))]  # fmt: skip
             eager = self.draft(requests, count)
             if not all(eager):

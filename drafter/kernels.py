@@ -215,6 +215,9 @@ def attend(qkv_nd: Tensor, heads: Heads, cached: Pair, new: NewTokens, arrived: 
         arrived: zeros, int32, at least `PROGRAMS`: they are zeros again afterwards.
     """
     rows, (keys_skcd, values_skcd) = len(new.slots_b), cached
+    told = (qkv_nd, new.firsts_b, new.sizes_b, new.lengths_b, new.slots_b, keys_skcd, values_skcd)
+    if not all(part.is_contiguous() for part in told):
+        raise ValueError("a kernel reads contiguous tensors only")
     group = heads.count // heads.kv_count
     tile = max(TILE_ROWS, triton.next_power_of_2(FEW * group))
     splits = split_of(rows, heads.kv_count)

@@ -15,7 +15,6 @@ from drafter.plain import FEW, Heads, NewTokens
 
 Results = tuple[Tensor, ...]
 ROWS = ((0, 1), (1, 1), (63, 2), (0, 0), (64, 1), (65, 2), (300, 1), (0, 2))  # cached and new tokens of each
-MANY = 80  # times these rows: so many that none is split
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 
 
@@ -57,7 +56,8 @@ def differences(kernels: ModuleType, config: ModelConfig, dtype: torch.dtype,
         "gate": both(lambda ops: (ops.gated(gate_up_nd),)),
         "rotation": both(lambda ops: ops.turned(qkv_nd, heads, positions_n)),
     }
-    for name, times in (("attention in parts", 1), ("attention to whole rows", MANY)):
+    whole = kernels.PROGRAMS // (2 * heads.kv_count * len(ROWS)) + 1  # so many rows that none is split
+    for name, times in (("attention in parts", 1), ("attention to whole rows", whole)):
         found[name] = _difference(*_attention(kernels, heads, random, times))
     return found
 
