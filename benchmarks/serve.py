@@ -134,7 +134,7 @@ class Generate:
     """What the server asks of an engine, by transformers' generate."""
 
     def __init__(self, config: ModelConfig) -> None:
-        self.decoder = self
+        self.decoder, self.mode, self.slots = self, "generate", None
         self.config, self.model = config, random_transformers(config)
 
     def draft(self, requests: list[list[int]], count: int) -> list[list[int]]:

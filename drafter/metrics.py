@@ -1,9 +1,33 @@
 """What the server counts, in Prometheus' terms."""
 
+from collections.abc import Iterator
+from typing import Protocol
+
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50)
 ROWS = (1, 2, 4, 8, 16, 24, 32, 64)
+
+
+class Reuse(Protocol):
+    """What slots know of their use."""
+
+    hits: int
+    reused: int
+
+
+class Watched(Protocol):
+    """What is asked of an engine."""
+
+    @property
+    def mode(self) -> str:
+        """How drafts are made."""
+
+    @property
+    def slots(self) -> Reuse | None:
+        """Its slots."""
 
 
 class Metrics:
@@ -32,6 +56,22 @@ class Metrics:
             "drafter_draft_seconds", "One step: drafting for a batch", buckets=SECONDS, registry=self.registry
         )
 
+    def watch(self, engine: Watched) -> None:
+        """Count from here on what an engine reuses, too, and tell how it drafts."""
+        self.registry.register(_EngineCollector(engine))
+
     def text(self) -> bytes:
         """Return all of them in Prometheus' text format."""
         return generate_latest(self.registry)
+
+
+class _EngineCollector(Collector):
+    def __init__(self, engine: Watched) -> None:
+        self.engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        mode, slots = self.engine.mode, self.engine.slots
+        yield InfoMetricFamily("drafter_engine", "From graphs, kernels or plain torch", {"mode": mode})
+        if slots is not None:
+            yield CounterMetricFamily("drafter_prefix_hits", "Requests with a cached prefix", slots.hits)
+            yield CounterMetricFamily("drafter_reused_tokens", "Tokens that were not run again", slots.reused)

@@ -104,7 +104,9 @@ async def serve(engine: "Engine", settings: Settings, address: Address, sums: Su
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     limits = Limits(draft_tokens=settings.draft_tokens, max_batch=settings.max_batch)
-    batcher = Batcher(engine.draft, limits, Metrics())
+    metrics = Metrics()
+    metrics.watch(engine)
+    batcher = Batcher(engine.draft, limits, metrics)
     service = Service(settings, address, sums, engine.decoder.config.vocab_size, batcher)
     batcher.start()
     server = await _listen(service, address, listener)

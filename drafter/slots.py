@@ -45,6 +45,7 @@ class Slots:
         self.asked = [0] * count  # how many of the tokens are the request's
         self.used = [0] * count
         self.clock = 0
+        self.hits = self.reused = 0  # requests with a known prefix, and the tokens that were not run again
 
     def lease(self, requests: list[list[int]]) -> list[Lease]:
         """Find a source and a target for each request; no target is given out twice.
@@ -73,7 +74,10 @@ class Slots:
                 leases[row] = Lease(slot, self._reusable(requests[row], length), target)
         for slot in taken:
             self.used[slot] = self.clock
-        return [lease for lease in leases if lease is not None]
+        found = [lease for lease in leases if lease is not None]
+        self.hits += sum(lease.reused > 0 for lease in found)
+        self.reused += sum(lease.reused for lease in found)
+        return found
 
     def settle(self, leases: list[Lease]) -> None:
         """Copy the prefixes that are borrowed from another slot; before anything is written."""

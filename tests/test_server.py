@@ -219,6 +219,22 @@ def test_32_at_once_get_what_each_gets_alone(served, client, alone):
     assert rows["drafter_empty_drafts_total"] == 0
 
 
+def test_metrics_tell_what_is_reused_and_how_drafts_are_made(client):
+    def figures():
+        lines = [line for line in client.get("/metrics").text.splitlines() if not line.startswith("#")]
+        assert sum(line.startswith('drafter_engine_info{mode="') for line in lines) == 1
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+    before = figures()
+    request = prompts(1, seed=77)[0] + [1]
+    draft = client.post("/draft", content=body(request)).json()["draft"]
+    client.post("/draft", content=body([*request, *draft[:5]]))
+    after = figures()
+    assert after["drafter_prefix_hits_total"] >= before["drafter_prefix_hits_total"] + 1
+    reused = after["drafter_reused_tokens_total"] - before["drafter_reused_tokens_total"]
+    assert reused >= len(request) + 4  # of the five that were accepted, the last one runs again
+
+
 @pytest.mark.parametrize(
     "length", [CONTEXT - 17, CONTEXT - 16, CONTEXT - 15, CONTEXT - 1, CONTEXT, CONTEXT + 1, 5000]
 )
