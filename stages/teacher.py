@@ -1,6 +1,6 @@
 """teacher: the target writes its greedy continuations, with its top-k logprobs, in shards."""
 
-from collections import Counter
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,8 @@ from stages.errors import UserError
 from stages.files import link_or_copy, read_jsonl, write_jsonl
 from stages.job import Job
 from stages.models.target import load_target
-from stages.training.shards import read_counts, write_shard
+from stages.training.shards import read_tally, write_shard
+from stages.training.tally import Tally, added, report
 
 SECTIONS = ("target", "teacher")
 TAKES = ("fetch/{target.source}/*", "data/*.jsonl")
@@ -18,6 +19,22 @@ LIBRARIES = ("torch", "safetensors", "gguf")
 EVALUATION_SETS = ("dev", "examples", "heldout")
 
 PromptRow = dict[str, Any]
+
+
+class _Speed:
+    """Of this run alone: what an earlier one left costs nothing now."""
+
+    def __init__(self) -> None:
+        self.tokens, self.seconds = 0, 0.0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """Count a shard."""
+        self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """None where nothing was generated."""
+        return round(self.tokens / self.seconds, 1) if self.seconds else None
 
 
 def run(job: Job) -> dict[str, object]:
@@ -37,19 +54,20 @@ def run(job: Job) -> dict[str, object]:
     tasks += [(f"train-{i:05d}.safetensors", shard) for i, shard in enumerate(cut(rows, settings.shard_rows))]
     job.say(f"{len(rows)} prompts for training, {sum(map(len, sets.values()))} for evaluation")
     bar = job.progress([row for _, task in tasks for row in task], unit="prompt")
-    counts: Counter[str] = Counter()
+    tallies: list[Tally] = []
+    speed = _Speed()
     for name, task in tasks:
         path = job.work / name
         if name.endswith(".jsonl"):
             _evaluation(job, engine, path, task)
         else:
-            counts += _shard(job, engine, path, task)
+            tallies.append(_shard(job, engine, path, task, speed))
         for _ in task:
             next(bar)
     next(bar, None)  # past the last row the bar closes
     for name, _ in tasks:  # the work folder keeps its own until the record is written
         link_or_copy(job.work / name, job.out / name)
-    return {**counts, "shards": len(tasks) - len(sets)}
+    return report(added(tallies)) | {"shards": len(tallies), "tokens_per_s": speed.tokens_per_s}
 
 
 def cut(rows: list[PromptRow], size: int) -> list[list[PromptRow]]:
@@ -58,17 +76,21 @@ def cut(rows: list[PromptRow], size: int) -> list[list[PromptRow]]:
     return [ordered[first : first + size] for first in range(0, len(ordered), size)]
 
 
-def _shard(job: Job, engine: Engine, path: Path, rows: list[PromptRow]) -> Counter[str]:
+def _shard(job: Job, engine: Engine, path: Path, rows: list[PromptRow], speed: "_Speed") -> Tally:
     """Make one shard unless an earlier, killed run has: a shard gets its name when it is whole."""
-    counts = read_counts(path)
-    if counts is None:
-        prompts = [row["prompt"] for row in rows]
-        partial = path.with_suffix(".partial")
-        write_shard(partial, prompts, engine.generate(prompts, _generation(job)))
+    found = read_tally(path)
+    if found is None:
+        prompts, partial = [row["prompt"] for row in rows], path.with_suffix(".partial")
+        began = time.monotonic()
+        generated = engine.generate(prompts, _generation(job))
+        seconds = time.monotonic() - began
+        write_shard(partial, prompts, generated, [row["category"] for row in rows])
         partial.rename(path)
-        counts = read_counts(path) or Counter()
-        job.event("shard", file=path.name, **counts)
-    return counts
+        found = read_tally(path) or {}
+        tokens = sum(counts["tokens"] for counts in found.values())
+        speed.add(tokens, seconds)
+        job.event("shard", file=path.name, rows=len(rows), tokens=tokens, seconds=round(seconds, 3))
+    return found
 
 
 def _evaluation(job: Job, engine: Engine, path: Path, rows: list[PromptRow]) -> None:

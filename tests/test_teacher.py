@@ -1,5 +1,6 @@
 """The teacher's shards and sets: the target's greedy text as transformers writes it, in a fixed order."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ from safetensors.torch import load_file
 
 from stages.errors import UserError
 from stages.files import read_jsonl
-from stages.training.shards import Row, read_counts, read_shards
+from stages.training.rows import Row, read_rows
+from stages.training.shards import read_tally
 
 CAP, REPEAT, TOP_K, SHARD_ROWS = 24, 4, 4, 8
 
@@ -21,7 +23,7 @@ def mill(tmp_path_factory: pytest.TempPathFactory) -> Mill:
 
 @pytest.fixture(scope="module")
 def rows(mill: Mill) -> list[Row]:
-    return read_shards(mill.folder("teacher"))
+    return list(read_rows(mill.folder("teacher")))
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +61,10 @@ def test_top_k_is_transformers_distribution_at_each_position(rows: list[Row]) ->
         with torch.inference_mode():
             logprobs_tv = model(text).logits[0, len(row.prompt) - 1 :].log_softmax(-1)
         values_tk, ids_tk = logprobs_tv.topk(TOP_K)
-        assert torch.equal(row.topk_ids, ids_tk)
+        assert torch.equal(row.topk_ids, ids_tk.int())
         assert torch.equal(row.topk_ids[:, 0], row.continuation)
-        torch.testing.assert_close(row.topk_logprobs, values_tk, atol=4e-3, rtol=1e-3)  # stored in float16
+        stored_tk = row.topk_logprobs.float()  # in float16
+        torch.testing.assert_close(stored_tk, values_tk, atol=4e-3, rtol=1e-3)
 
 
 def test_a_continuation_ends_at_the_stop_id_the_cap_or_a_repeat(mill: Mill, rows: list[Row]) -> None:
@@ -75,8 +78,21 @@ def test_a_continuation_ends_at_the_stop_id_the_cap_or_a_repeat(mill: Mill, rows
     assert ended["stop"]
     assert ended["cap"]
     metrics = mill.metrics("teacher")
-    assert {kind: metrics.get(f"ended_{kind}", 0) for kind in ended} == ended
+    assert metrics["stop_share"] == round(ended["stop"] / len(rows), 4)
+    assert metrics["loop_share"] >= round(ended["repeat"] / len(rows), 4)
     assert (metrics["rows"], metrics["tokens"]) == (len(rows), sum(len(row.continuation) for row in rows))
+
+
+def test_the_report_tells_categories_lengths_probabilities_and_speed(
+        mill: Mill, rows: list[Row], prompts: list[dict]) -> None:
+    metrics = mill.metrics("teacher")
+    assert metrics["tokens_per_s"] > 0
+    assert sum(metrics["lengths"].values()) == len(rows)
+    assert {name: part["rows"] for name, part in metrics["categories"].items()} == Counter(
+        row["category"] for row in prompts
+    )
+    top1 = torch.cat([row.topk_logprobs[:, 0].float().exp() for row in rows]).mean()
+    assert metrics["mean_top1_probability"] == pytest.approx(float(top1), abs=2e-3)  # stored in float16
 
 
 def test_rows_stand_by_length_and_id_in_shards_of_one_size(
@@ -84,7 +100,7 @@ def test_rows_stand_by_length_and_id_in_shards_of_one_size(
     ordered = sorted(prompts, key=lambda row: (len(row["prompt"]), row["id"]))
     assert [row.prompt.tolist() for row in rows] == [row["prompt"] for row in ordered]
     shards = sorted(mill.folder("teacher").glob("train-*"))
-    sizes = [read_counts(path)["rows"] for path in shards]
+    sizes = [sum(counts["rows"] for counts in read_tally(path).values()) for path in shards]
     assert sizes == [SHARD_ROWS] * (len(rows) // SHARD_ROWS) + [len(rows) % SHARD_ROWS]
     for path in shards:
         tensors = load_file(path)
@@ -110,4 +126,4 @@ def test_a_shard_that_lost_its_end_is_told_by_name(mill: Mill, tmp_path: Path) -
     sentence = "train-00001.safetensors differs from its record; make teacher repairs it"
     assert sentence in copy.run("distill", code=2)
     with pytest.raises(UserError, match=r"train-00001\.safetensors: not a whole shard"):
-        read_shards(shard.parent)
+        read_rows(shard.parent)
