@@ -61,7 +61,7 @@ class Drafting:
         parts: list[list[int]] = []
         room = 0
         for row in rows:
-            size = len(requests[row]) - lengths[row]
+            size = len(requests[row]) - lengths[row] - 1
             if size > room:
                 parts.append([])
                 room = max(PREFILL_TOKENS, size)

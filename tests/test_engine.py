@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from drafter import inference
+from drafter import drafting, inference
 from drafter.engine import Engine
 from drafter.inference import Inference
 from drafter.model import Decoder
@@ -340,3 +340,12 @@ def test_more_requests_than_slots_is_the_callers_mistake() -> None:
     check(ALONE, [[1], [2]], engine.draft([[1], [2]], DRAFT), DRAFT)
     with pytest.raises(ValueError, match="17 ids to draft, but this engine was made for 16"):
         engine.draft([[1]], 17)
+
+
+def test_no_prefill_is_larger_than_it_may_be(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafting, "PREFILL_TOKENS", 30)
+    engine = Engine(DECODER, 100, slots=8)
+    batch = [text[:size] for text, size in zip(CONVERSATIONS, (16, 15, 3, 2, 40, 20), strict=False)]
+    check(ALONE, batch, engine.draft(batch, DRAFT), DRAFT)
+    # All but each row's last token: 15 and 14, then 2 alone, since 40 are too many; 40 and 20 beside nothing.
+    assert work.take()[:4] == [15 + 14, 2, 39, 19]
