@@ -10,7 +10,7 @@ from stages.files import link_or_copy, read_jsonl, write_jsonl
 from stages.job import Job
 from stages.models.target import load_target
 from stages.training.shards import read_tally, write_shard
-from stages.training.tally import Tally, added, report
+from stages.training.tally import Tally, added, count, report
 
 SECTIONS = ("target", "teacher")
 TAKES = ("fetch/{target.source}/*", "data/*.jsonl")
@@ -19,22 +19,6 @@ LIBRARIES = ("torch", "safetensors", "gguf")
 EVALUATION_SETS = ("dev", "examples", "heldout")
 
 PromptRow = dict[str, Any]
-
-
-class _Speed:
-    """Of this run alone: what an earlier one left costs nothing now."""
-
-    def __init__(self) -> None:
-        self.tokens, self.seconds = 0, 0.0
-
-    def add(self, tokens: int, seconds: float) -> None:
-        """Count a shard."""
-        self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """None where nothing was generated."""
-        return round(self.tokens / self.seconds, 1) if self.seconds else None
 
 
 def run(job: Job) -> dict[str, object]:
@@ -55,19 +39,23 @@ def run(job: Job) -> dict[str, object]:
     job.say(f"{len(rows)} prompts for training, {sum(map(len, sets.values()))} for evaluation")
     bar = job.progress([row for _, task in tasks for row in task], unit="prompt")
     tallies: list[Tally] = []
-    speed = _Speed()
+    tokens, seconds = 0, 0.0  # of this run alone: what an earlier one left costs nothing now
     for name, task in tasks:
         path = job.work / name
         if name.endswith(".jsonl"):
             _evaluation(job, engine, path, task)
         else:
-            tallies.append(_shard(job, engine, path, task, speed))
+            found, took_s = _shard(job, engine, path, task)
+            tallies.append(found)
+            tokens, seconds = tokens + count(found) * (took_s > 0), seconds + took_s
         for _ in task:
             next(bar)
     next(bar, None)  # past the last row the bar closes
     for name, _ in tasks:  # the work folder keeps its own until the record is written
         link_or_copy(job.work / name, job.out / name)
-    return report(added(tallies)) | {"shards": len(tallies), "tokens_per_s": speed.tokens_per_s}
+    if seconds:  # no metric: a run that was killed and resumed has the same metrics as one that was not
+        job.say(f"{tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.0f} a second")
+    return report(added(tallies)) | {"shards": len(tallies)}
 
 
 def cut(rows: list[PromptRow], size: int) -> list[list[PromptRow]]:
@@ -76,9 +64,13 @@ def cut(rows: list[PromptRow], size: int) -> list[list[PromptRow]]:
     return [ordered[first : first + size] for first in range(0, len(ordered), size)]
 
 
-def _shard(job: Job, engine: Engine, path: Path, rows: list[PromptRow], speed: "_Speed") -> Tally:
-    """Make one shard unless an earlier, killed run has: a shard gets its name when it is whole."""
-    found = read_tally(path)
+def _shard(job: Job, engine: Engine, path: Path, rows: list[PromptRow]) -> tuple[Tally, float]:
+    """Make one shard unless an earlier, killed run has: a shard gets its name when it is whole.
+
+    Returns:
+        What its rows are like, and the seconds of generating them; 0 where it was there.
+    """
+    found, seconds = read_tally(path), 0.0
     if found is None:
         prompts, partial = [row["prompt"] for row in rows], path.with_suffix(".partial")
         began = time.monotonic()
@@ -87,10 +79,8 @@ def _shard(job: Job, engine: Engine, path: Path, rows: list[PromptRow], speed: "
         write_shard(partial, prompts, generated, [row["category"] for row in rows])
         partial.rename(path)
         found = read_tally(path) or {}
-        tokens = sum(counts["tokens"] for counts in found.values())
-        speed.add(tokens, seconds)
-        job.event("shard", file=path.name, rows=len(rows), tokens=tokens, seconds=round(seconds, 3))
-    return found
+        job.event("shard", file=path.name, rows=len(rows), tokens=count(found), seconds=round(seconds, 3))
+    return found, seconds
 
 
 def _evaluation(job: Job, engine: Engine, path: Path, rows: list[PromptRow]) -> None:

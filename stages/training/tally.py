@@ -43,6 +43,11 @@ def added(tallies: Iterable[Tally]) -> Tally:
     return total
 
 
+def count(found: Tally) -> int:
+    """Return how many tokens were counted."""
+    return sum(counts["tokens"] for counts in found.values())
+
+
 def report(found: Tally) -> dict[str, object]:
     """Return shares and means: of all, and of each category."""
     whole: Counter[str] = Counter()
