@@ -49,6 +49,8 @@ class Inference:
         self.kernels = trusted(decoder.config, self.dtype, self.device)
         self.arrived = torch.zeros(ARRIVALS, dtype=torch.int32, device=self.device)
         self.layers = [self._layer(layer) for layer in decoder.model.layers]
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what has been joined leaves holes that nothing else fits
 
     def _layer(self, layer: Any) -> _Layer:
         own, mlp, config = layer.self_attn, layer.mlp, self.decoder.config
