@@ -1,10 +1,9 @@
 """One plain decoder for Llama and Qwen3 shapes.
 
 Parameter names are the ones transformers uses, so a checkpoint's tensors load by name. How tokens attend is
-given from outside: `causal` for training, a KV cache for drafting.
+given to a layer from outside. Inference has a pass of its own over the same parameters: see inference.py.
 """
 
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -22,16 +21,6 @@ class Attend(Protocol):
 
     def __call__(self, queries_bhtd: Tensor, keys_bktd: Tensor, values_bktd: Tensor, /) -> Tensor:
         """Return the attended values, [batch, heads, tokens, head_dim]."""
-        ...
-
-
-class AttendByLayer(Protocol):
-    """The same for a whole model, where each layer has keys and values of its own to look up."""
-
-    def __call__(
-        self, layer: int, queries_bhtd: Tensor, keys_bktd: Tensor, values_bktd: Tensor, /
-    ) -> Tensor:
-        """Return the attended values of a layer, [batch, heads, tokens, head_dim]."""
         ...
 
 
@@ -138,19 +127,17 @@ class Decoder(nn.Module):
         if not config.tied:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def forward(self, tokens_bt: Tensor, positions_bt: Tensor,
-                attend: AttendByLayer | None = None) -> Tensor:
+    def forward(self, tokens_bt: Tensor, positions_bt: Tensor) -> Tensor:
         """Return the normalised hidden states, [batch, tokens, hidden].
 
         Args:
             tokens_bt: token ids, [batch, tokens].
             positions_bt: each token's position in its own conversation, [batch, tokens] (batch may be 1).
-            attend: how tokens attend; `causal` unless told otherwise.
         """
         x_btd = self.model.embed_tokens(tokens_bt)
         rotary = rotary_tables(positions_bt, self.config)
-        for index, layer in enumerate(self.model.layers):
-            x_btd = layer(x_btd, rotary, partial(attend, index) if attend else causal)
+        for layer in self.model.layers:
+            x_btd = layer(x_btd, rotary, causal)
         return self.model.norm(x_btd)  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:
