@@ -30,6 +30,7 @@ from drafter.config import ModelConfig
 from drafter.model import causal, rotary_tables
 from drafter.replay import Conversation, Steps, read_conversations, simulate, summary
 from stages.distill import prune
+from stages.files import digest_of
 from stages.job import Job
 from stages.models.target import load_target, read_model
 from stages.profile import Distill, Limits, Profile, Qat, load_profile
@@ -38,6 +39,7 @@ from stages.training.batches import collate
 from stages.training.network import Network
 from stages.training.rows import Row, Rows, read_rows
 from stages.training.trainer import Trainer
+from stages.wrapper.code import code_digests
 
 ROOT = Path(__file__).resolve().parent.parent
 DISTILL_SHARE = 0.2
@@ -117,6 +119,10 @@ class Bench:
         source = root / "vendor" / profile.target.source
         self.config, self.tensors = read_model(source, profile.target.format)
         self.rows: Rows = read_rows(teacher)
+        # A line of another code, profile or teacher is no answer for this one.
+        self.origin = digest_of({"profile": profile.model_dump(mode="json"),
+                                 "code": code_digests(ROOT, ["stages.distill", "stages.qat"]),
+                                 "rows": int(self.rows.continuation_sizes.sum())})
         self.sets = {name: read_conversations(teacher / f"{file}.jsonl")
                      for name, file in (("a", "heldout"), ("b", "dev"))}  # fmt: skip
         target = load_target(source, profile.target.format, "float32", profile.device)
@@ -129,13 +135,14 @@ class Bench:
 
     def run(self, arm: Arm) -> dict[str, Any] | None:
         """Return an arm's line; None where the seconds that are left do not suffice."""
+        wanted = asdict(arm) | {"origin": self.origin}
         for line in self.done:
-            if {name: line[name] for name in asdict(arm)} == asdict(arm):
+            if {name: line.get(name) for name in wanted} == wanted:
                 return line
         if time.monotonic() + 1.3 * arm.seconds > self.deadline:
             print(f"no time left for {arm}", flush=True)
             return None
-        line = asdict(arm) | self._trained(arm)
+        line = wanted | self._trained(arm)
         self._clear()
         self.done.append(line)
         self.lines.parent.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from drafter.model import Decoder
 from stages.bits.views import RoundTripView, fixed_plan
 from stages.job import Job
 from stages.profile import Qat
-from stages.training.batches import Batch, Selection
+from stages.training.batches import Batch, Schedule, Selection
 from stages.training.loss import Targets
 from stages.training.rows import Row, Rows
 from stages.training.trainer import Trainer
@@ -99,12 +98,10 @@ class Timed(Trainer):
 
     def _batches(self, kept: Selection, target: Any, steps: int) -> Iterator[tuple[Batch, Targets]]:
         self.sizes: list[list[int]] = []
-        for batch, known in super()._batches(kept, target, steps):
-            # The fill of a batch stands at its end; rows are told from it by what they predict.
-            ends = batch.bounds_s.tolist()
-            last = int(batch.predictors_n[-1]) + 1
-            self.sizes.append([b - a for a, b in pairwise(ends) if b <= last])
-            yield batch, known
+        schedule = Schedule(kept.sizes, self.settings.batch_tokens, self.job.seed)
+        for step, pair in enumerate(super()._batches(kept, target, steps), self.step):
+            self.sizes.append(kept.sizes[schedule.rows(step)].tolist())
+            yield pair
 
 
 def model_flops(config: ModelConfig, sizes: list[int], positions: int) -> float:
@@ -151,7 +148,7 @@ def ours(case: Case, rows: Rows, steps: int, qat: bool) -> dict[str, Any]:
         job = Job("bench", None, {}, folder, folder, folder, 0, "cuda", folder / "log", checkpoint_s=1e9)
         start = random_weights(case.config)
         view = RoundTripView(fixed_plan(start, settings), start) if qat else None
-        trainer = Timed(job, settings, case.config, start, view)
+        trainer = Timed(job, settings, case.config, start, view, measured=not qat)
         del start
         began = time.perf_counter()
         trainer.tau = lambda _dev: Tau0  # type: ignore[method-assign,assignment,return-value]

@@ -32,7 +32,8 @@ class Row:
         bits_per_weight: the same by weight.
         zeros_share: of the decoded weights.
         steps: least, median and largest magnitude of steps or scales; None where the codec has none.
-        error_db: squared error over the reference's squares, in dB; None without a reference.
+        error_db: squared error over the reference's squares, in dB; None without a reference, or where nothing
+            differs.
     """
 
     name: str
@@ -57,10 +58,12 @@ def inspect(path: Path, reference: Path | None = None) -> Iterator[Row]:
     """
     try:
         with safe_open(path, framework="pt") as stored:
-            _, plan, _ = weights.read_header(path, stored.metadata())
+            _, plan, sums = weights.read_header(path, stored.metadata())
             names = set(stored.keys())
             for name, settings in plan.items():
                 parts = weights.parts_of(stored, name, names)
+                for suffix, part in parts.items():
+                    weights.check_sums(path, name + suffix, part, sums)
                 decoded = _decoded(path, name, parts, settings)
                 compared = _read(reference, name, decoded) if reference else None
                 yield _row(name, settings, parts, decoded, compared)
@@ -97,9 +100,9 @@ def _steps(parts: Parts, settings: Settings) -> tuple[float, float, float] | Non
     return float(steps.min()), float(steps.median()), float(steps.max())
 
 
-def _error_db(decoded: Tensor, reference: Tensor) -> float:
+def _error_db(decoded: Tensor, reference: Tensor) -> float | None:
     error, power = (decoded - reference).square().sum(), reference.square().sum()
-    return float(10 * torch.log10(error / power)) if error > 0 else -float("inf")
+    return float(10 * torch.log10(error / power)) if error > 0 else None
 
 
 def _read(path: Path, name: str, decoded: Tensor) -> Tensor:

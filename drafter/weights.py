@@ -96,6 +96,20 @@ def sums_of(part: Tensor) -> str:
     return "".join(f"{zlib.crc32(content[start : start + SUM_BYTES]):08x}" for start in starts)
 
 
+def check_sums(path: Path, name: str, part: Tensor, sums: dict[str, str]) -> None:
+    """Hold a stored part to the sums of the header.
+
+    Raises:
+        ValueError: a bit has flipped; the message names file, part and block.
+    """
+    expected, found = sums.get(name), sums_of(part)
+    if found != expected:
+        pairs = zip(range(0, len(found), 8), range(8, len(found) + 8, 8), strict=True)
+        wrong = [start // 8 for start, end in pairs if (expected or "")[start:end] != found[start:end]]
+        raise ValueError(f"{path}: tensor {name} is damaged: its sum is wrong in block "
+                         f"{wrong[0] if wrong else 0} of {len(found) // 8}; copy the file again")
+
+
 def load(path: Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> tuple[ModelConfig, Parts]:
     """Read packed weights and decode every tensor on a device, in the type in which it is to be used.
 
@@ -182,16 +196,8 @@ class _Loader:
             parts = parts_of(self.stored, name, self.left)
             self.left.difference_update(name + suffix for suffix in parts)
             for suffix, part in parts.items():
-                yield partial(self._check_sums, name, suffix, part)
+                yield partial(check_sums, self.path, name + suffix, part, self.sums)
             yield from self._decodings(name, settings, parts)
-
-    def _check_sums(self, name: str, suffix: str, part: Tensor) -> None:
-        expected, found = self.sums.get(name + suffix), sums_of(part)
-        if found != expected:
-            pairs = zip(range(0, len(found), 8), range(8, len(found) + 8, 8), strict=True)
-            wrong = [start // 8 for start, end in pairs if (expected or "")[start:end] != found[start:end]]
-            raise ValueError(f"{self.path}: tensor {name}{suffix} is damaged: its sum is wrong in block "
-                             f"{wrong[0] if wrong else 0} of {len(found) // 8}; copy the file again")
 
     def _decodings(self, name: str, settings: Settings, parts: Parts) -> Iterator[Task]:
         try:

@@ -21,7 +21,7 @@ from stages.training.view import Weights
 SECTIONS = ("target", "start", "distill")
 TAKES = ("fetch/{target.source}/*", "fetch/{start.source}/*", "teacher/train-*", "teacher/dev.jsonl")
 FILES = ()
-LIBRARIES = ("torch", "safetensors", "gguf")
+LIBRARIES = ("torch", "safetensors", "gguf", "{distill.optimiser}")
 
 LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 SCRATCH_DEVIATION = 0.02  # of the normal distribution that fresh matrices are drawn from, as GPT-2 has it
@@ -45,6 +45,9 @@ def _start(job: Job) -> tuple[ModelConfig, Weights]:
     start, target = job.config.start, job.config.target
     source, kind = (start.source, "hub") if start.base == "source" else (target.source, target.format)
     config, tensors = read_model(job.inputs["fetch"] / source, kind)
+    if config.vocab_size < target.token_count:
+        raise UserError(f"{source} has {config.vocab_size} ids, and target.token_count is "
+                        f"{target.token_count}: a drafter needs all tokens of its target; name another start.source")
     if start.base == "scratch":
         shape = replace(config, **start.shape.model_dump(), tied=True)
         return shape, fresh(shape, job.seed)

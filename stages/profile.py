@@ -162,8 +162,8 @@ class Shape(Section):
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
-        if self.heads % self.kv_heads or self.head_dim % 2:
-            raise ValueError("heads must be a multiple of kv_heads, and head_dim even")
+        if self.heads % self.kv_heads or self.head_dim % 8:
+            raise ValueError("heads must be a multiple of kv_heads, and head_dim of 8")
         return self
 
 
@@ -201,7 +201,7 @@ class Training(Section):
     clip_norm: Annotated[float, Field(gt=0)] = 1.0
     max_row_tokens: Count = 512
     train_embedding: bool = True
-    optimiser: Literal["adamw", "adamw8bit"] = "adamw"
+    optimiser: Literal["torch", "bitsandbytes"] = "torch"  # AdamW with float32 moments, or 8-bit ones
     ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
     activation_checkpointing: bool = False
     deterministic: bool = False
@@ -234,14 +234,14 @@ class Distill(Training):
 class Qat(Training):
     """Training through the codec's rounding; 0 steps only pack.
 
-    `codec_embedding` is for embedding and head, where they differ. `group` belongs to int4 and nf4, `clip` (a
-    search for the best clipping) to int4, `fisher_exponent` and `learn_steps` to entropy. `rank` is that of a
-    low-rank correction, and `zstd` a level, over any fixed-rate codec; 0 is without.
+    `codec_embedding` is for embedding and head, where they differ. `group` (32 unless given) belongs to int4
+    and nf4, `clip` (a search for the best clipping) to int4, `fisher_exponent` and `learn_steps` to entropy.
+    `rank` is that of a low-rank correction, and `zstd` a level, over any fixed-rate codec; 0 is without.
     """
 
     codec: Literal["entropy", "int4", "int8", "fp8", "nf4", "bf16"]
     codec_embedding: Literal["int4", "int8", "fp8", "nf4", "bf16"] | None = None
-    group: Literal[32, 64, 128] = 32
+    group: Literal[32, 64, 128] | None = None
     clip: bool = False
     rank: Annotated[int, Field(ge=0, le=256)] = 0
     zstd: Annotated[int, Field(ge=0, le=22)] = 0
@@ -250,6 +250,11 @@ class Qat(Training):
 
     @model_validator(mode="after")
     def _keys_of_codec(self) -> Self:
+        codecs = {self.codec, self.codec_embedding}
+        if self.group and not codecs & {"int4", "nf4"}:
+            raise ValueError("group belongs to the codecs 'int4' and 'nf4'")
+        if self.clip and "int4" not in codecs:
+            raise ValueError("clip belongs to codec 'int4'")
         if self.codec == "entropy" and (self.rank or self.zstd or self.clip or self.codec_embedding):
             raise ValueError("codec 'entropy' takes no rank, zstd, clip or codec_embedding")
         if self.codec != "entropy" and (self.learn_steps or self.fisher_exponent != 1.0):
@@ -308,6 +313,10 @@ class Profile(Section):
                 f"teacher.context_tokens must hold the longest prompt and teacher.max_tokens: at least "
                 f"{longest + self.teacher.max_tokens}"
             )
+        slow = [name for name in ("distill", "qat") if getattr(self, name).dtype == "float32"]
+        if self.device == "cuda" and slow:
+            raise ValueError(f"{slow[0]}.dtype must be 'bfloat16' where device is 'cuda': its attention over "
+                             "packed rows takes no other")
         if self.teacher.max_tokens > self.target.max_continuation_tokens:
             raise ValueError("teacher.max_tokens must not be over target.max_continuation_tokens")
         if unknown := [stop for stop in self.target.stop_ids if not 0 <= stop < self.target.token_count]:

@@ -28,8 +28,8 @@ SECTIONS = ("limits", "target", "qat")
 TAKES = ("fetch/{target.source}/*", "distill/drafter.safetensors", "distill/sensitivity.safetensors",
          "teacher/train-*", "teacher/dev.jsonl")  # fmt: skip
 FILES = ()
-LIBRARIES = ("torch", "safetensors", "backports.zstd")
-PLUGINS = (("qat.codec", "drafter.codecs"),)
+LIBRARIES = ("torch", "safetensors", "backports.zstd", "gguf", "{qat.optimiser}")
+PLUGINS = (("qat.codec", "drafter.codecs"), ("qat.codec_embedding", "drafter.codecs"))
 
 Weights = dict[str, Tensor]
 
@@ -84,6 +84,8 @@ class Quantiser:
         self.allotment_bytes = limits.allotment_bytes
         tensors = {name: tensor.float().to(job.device) for name, tensor in start.weights.items()}
         try:
+            for name, tensor in tensors.items():
+                weights.check_finite(name, tensor)
             self.view = self._view(tensors, start)
         except ValueError as error:
             raise UserError(f"{error}; see the section qat of the profile") from error

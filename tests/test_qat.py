@@ -71,10 +71,11 @@ def settings_of(recipe: str, **changes: Any) -> Qat:
     return Qat(**(COMMON | RECIPES[recipe] | changes))
 
 
-def quantiser(folder: Path, start: Drafter, recipe: str, allotment: int | None = None) -> Quantiser:
+def quantiser(folder: Path, start: Drafter, recipe: str, allotment: int | None = None,
+              **changes: Any) -> Quantiser:
     known = allotment or (ALLOTMENT if recipe.startswith("entropy") else 400_000)
     limits = Limits(limit_bytes=known + 1, reserve_bytes=1)
-    return Quantiser(make_job(folder), settings_of(recipe), limits, start)
+    return Quantiser(make_job(folder), settings_of(recipe, **changes), limits, start)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -127,12 +128,14 @@ def test_untouched_weights_are_the_codec_of_the_start(rows: Rows, dev: list[Conv
 
 
 @pytest.mark.parametrize("recipe", ["entropy", "entropy, learned steps", "nf4 + int8 + rank + zstd"])
-@pytest.mark.parametrize("stop", [3, 9])
+@pytest.mark.parametrize("stop", [3, 28])  # before and after the grid has moved
 def test_a_stop_leaves_no_trace(recipe: str, stop: int, rows: Rows, dev: list[Conversation], start: Drafter,
                                 tmp_path: Path) -> None:
-    whole = quantiser(tmp_path / "whole", start, recipe)
+    whole = quantiser(tmp_path / "whole", start, recipe, steps=30)
+    initial = {name: one.clone() for name, one in whole.view.state().items()}
     expected = whole.run(rows, dev, tmp_path / "whole" / "x")
-    first = quantiser(tmp_path / "cut", start, recipe)
+    assert any(not torch.equal(one, initial[name]) for name, one in whole.view.state().items())
+    first = quantiser(tmp_path / "cut", start, recipe, steps=30)
     step = first.trainer._train_step
 
     def stopping(*batch: Any) -> None:
@@ -144,7 +147,7 @@ def test_a_stop_leaves_no_trace(recipe: str, stop: int, rows: Rows, dev: list[Co
     first.trainer._train_step = stopping  # type: ignore[method-assign]
     with pytest.raises(InterruptedError):
         first.run(rows, dev, tmp_path / "cut" / "x")
-    second = quantiser(tmp_path / "cut", start, recipe)
+    second = quantiser(tmp_path / "cut", start, recipe, steps=30)
     found = second.run(rows, dev, tmp_path / "cut" / "x")
     assert second.trainer.lines == whole.trainer.lines
     assert found == expected
@@ -301,3 +304,11 @@ def test_a_drafter_is_read_as_distill_leaves_it(start: Drafter, tmp_path: Path) 
     assert found.config == start.config
     assert found.weights.keys() == load_file(tmp_path / "drafter.safetensors").keys()
     shutil.rmtree(tmp_path)
+
+
+@pytest.mark.parametrize("recipe", ["entropy", "int4 g32", "nf4 + int8 + rank + zstd"])
+def test_a_start_that_is_not_finite_is_a_sentence(recipe: str, start: Drafter, tmp_path: Path) -> None:
+    broken = {name: one.clone() for name, one in start.weights.items()}
+    broken["model.layers.0.mlp.up_proj.weight"][3, 1] = float("nan")
+    with pytest.raises(UserError, match=r"tensor model.layers.0.mlp.up_proj.weight, row 3: not a finite"):
+        quantiser(tmp_path, replace(start, weights=broken), recipe)

@@ -13,6 +13,7 @@ from torch import Tensor
 from trainers import SETTINGS, as_rows, make_trainer, own_settings_of_torch  # noqa: F401 (a fixture)
 
 from drafter.engine import Engine, Generation
+from drafter.model import Decoder
 from drafter.replay import Conversation, replay_offline, summary
 from stages.errors import UserError
 from stages.files import read_jsonl
@@ -217,7 +218,7 @@ def test_a_loss_that_is_not_finite_stops_at_its_step(
 
 
 @pytest.mark.parametrize("options", [
-    {"ema_decay": 0.6}, {"optimiser": "adamw8bit"}, {"train_embedding": False},
+    {"ema_decay": 0.6}, {"optimiser": "bitsandbytes"}, {"train_embedding": False},
     {"activation_checkpointing": True, "evaluations": 4},
 ])  # fmt: skip
 def test_every_option_resumes_without_a_trace(
@@ -339,3 +340,22 @@ def test_no_steps_measure_the_start_and_leave_it(rows: Rows, dev: list[Conversat
     felt = trainer.sensitivities()
     assert felt.keys() == {name for name, one in start.items() if one.ndim == 2}
     assert all(bool((means > 0).any()) for means in felt.values())
+
+
+def test_measuring_is_done_once_however_often_it_is_begun(
+        rows: Rows, dev: list[Conversation], tmp_path: Path) -> None:
+    chosen = SETTINGS.model_copy(update={"steps": 0})
+    first = make_trainer(tmp_path, chosen)
+    first.train(rows, dev)  # and killed before its outputs were recorded
+    again = make_trainer(tmp_path, chosen)
+    again.train(rows, dev)
+    felt = first.sensitivities(), again.sensitivities()
+    assert all(torch.equal(felt[0][name], felt[1][name]) for name in felt[0])
+
+
+def test_another_vocabulary_has_no_whole_distribution_to_compare(
+        rows: Rows, dev: list[Conversation], tmp_path: Path) -> None:
+    config = dataclasses.replace(small_config(), vocab_size=VOCABULARY + 32)
+    target = TargetStates(Decoder(config).requires_grad_(False), "cpu")
+    with pytest.raises(UserError, match=f"the target has {VOCABULARY + 32} ids, the drafter {VOCABULARY}"):
+        make_trainer(tmp_path, SETTINGS.model_copy(update={"kl": "whole"})).train(rows, dev, target)

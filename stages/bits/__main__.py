@@ -60,6 +60,9 @@ def plan_table(profile: Profile, allotment_bytes: int) -> Table:
     folder = ROOT / "build" / profile.name / "distill"
     if not (folder / "drafter.safetensors").is_file():
         raise UserError(f"{folder} holds no drafter to plan for; run `make distill PROFILE={profile.name}`")
+    if profile.qat.codec != "entropy":
+        raise UserError(f"qat.codec is {profile.qat.codec!r}: its bits follow from the shapes alone; only "
+                        "'entropy' is planned")
     drafter = read_drafter(folder)
     logs = log_steps(drafter.weights, drafter.sensitivities, profile.qat.fisher_exponent)
     packing = Planner(drafter.config, allotment_bytes).fit(drafter.weights, logs)

@@ -21,6 +21,7 @@ from stages.bits.steps import LogSteps, to_steps
 from stages.profile import Qat
 
 Weights = dict[str, Tensor]
+GROUP = 32
 REPLAN_SHARE = 0.9  # of the steps, after which the grid moves once more
 LOOK_STEPS = 25  # between looks at the rate
 LOOK_WEIGHTS = 1 << 16  # of each matrix
@@ -79,7 +80,7 @@ class RoundTripView:
         """Take the factors of a run that stopped."""
         for path, factor in state.items():
             side, _, name = path.partition("/")
-            self.factors[name][side] = factor
+            self.factors[name][side].copy_(factor)
 
     def pack(self, config: ModelConfig, masters: Weights) -> Packed:
         """Encode finished masters."""
@@ -152,14 +153,18 @@ class EntropyView:
 
     def pack(self, config: ModelConfig, masters: Weights) -> Packed:
         """Encode finished masters; the steps move once more if the file would miss its allotment."""
+        packed = self._coded(config, masters)
+        if self.planner.fits(packed.size_bytes):
+            return packed
+        self._refit(masters)
+        # Coded anew: learned moves and a shift add up in another order there, and a step may round otherwise.
+        return self._coded(config, masters)
+
+    def _coded(self, config: ModelConfig, masters: Weights) -> Packed:
         plan = plan_of(masters)
         side = {name: {"steps": rows} for name, rows in self._effective_steps().items()}
         parts = weights.encode(masters, plan, side)
-        size = weights.size(config, plan, parts)
-        if self.planner.fits(size):
-            return Packed(plan, parts, size)
-        packing = self._refit(masters)
-        return Packed(packing.plan, packing.parts, packing.size_bytes)
+        return Packed(plan, parts, weights.size(config, plan, parts))
 
     def _refit(self, masters: Weights) -> Packing:
         effective = {name: effective_logs(rows, self.moves.get(name)) for name, rows in self.logs.items()}
@@ -211,7 +216,7 @@ def fixed_plan(tensors: Mapping[str, Tensor], settings: Qat) -> weights.Plan:
             embedding = name in (EMBEDDING, HEAD)
             entry["codec"] = (settings.codec_embedding if embedding else None) or settings.codec
             if entry["codec"] in ("int4", "nf4"):
-                entry["group"] = settings.group
+                entry["group"] = settings.group or GROUP
             if entry["codec"] == "int4" and settings.clip:
                 entry["clip"] = True
             if settings.rank and not embedding:  # there it would cost a factor's row for every token

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from drafter.model import Decoder
+from stages.errors import UserError
 from stages.job import Job
 from stages.models.target import load_target
 from stages.training.batches import Selection, collate, cut
@@ -18,7 +18,7 @@ from stages.training.loss import Targets
 from stages.training.network import hidden_states, run_layer
 
 BATCH_TOKENS = 32_768
-HELD_SHARE = 0.4  # of the device's free memory; beyond it the states stay in host memory
+HELD_SHARE = 0.25  # of the device's free memory; beyond it the states stay in host memory
 
 
 def target_states(job: Job, settings: Any) -> "TargetStates | None":
@@ -39,25 +39,33 @@ class TargetStates:
     """
 
     def __init__(self, target: Decoder, device: str) -> None:
-        self.target, self.device = target, device
+        self.target: Decoder | None = target  # until its states are taken: only the output matrix stays
+        self.head_vh, self.device = target.head_weight, device
         self.states_nh = torch.empty(0)
         self.firsts = torch.empty(0)
         self.sizes = torch.empty(0)
 
     @torch.no_grad()
-    def prepare(self, kept: Selection) -> None:
-        """Run the target once over the rows."""
+    def prepare(self, kept: Selection, vocab_size: int) -> None:
+        """Run the target once over the rows.
+
+        Raises:
+            UserError: the drafter has not the target's vocabulary.
+        """
+        if vocab_size != len(self.head_vh) or self.target is None:
+            raise UserError(f"kl = 'whole' compares distributions over one vocabulary: the target has "
+                            f"{len(self.head_vh)} ids, the drafter {vocab_size}; choose kl = 'top-k'")
         self.sizes = kept.targets
         self.firsts = kept.targets.cumsum(0) - kept.targets
         shape = (int(kept.targets.sum()), self.target.config.hidden_size)
-        head = self.target.head_weight
-        self.states_nh = torch.empty(shape, dtype=head.dtype, device=self._place(shape, head))
+        self.states_nh = torch.empty(shape, dtype=self.head_vh.dtype, device=self._place(shape))
         at = first = 0
         for count in cut(kept.sizes, max(BATCH_TOKENS, int(kept.sizes.max()))):
             batch = collate([kept[row] for row in range(first, first + count)]).to(self.device)
             found = hidden_states(self.target, batch, run_layer)[batch.predictors_n]
             self.states_nh[at : at + len(found)] = found
             at, first = at + len(found), first + count
+        self.target = None
 
     def join(self, known: Targets, rows: list[int]) -> Targets:
         """Add the hidden states of a batch's rows to what is known of its targets."""
@@ -65,10 +73,10 @@ class TargetStates:
         index_n = torch.cat([torch.arange(first, first + size) for first, size in zip(firsts, sizes,
                                                                                        strict=True)])
         hidden_nh = self.states_nh[index_n.to(self.states_nh.device)].to(self.device)
-        return replace(known, hidden_nh=hidden_nh, head_vh=self.target.head_weight)
+        return replace(known, hidden_nh=hidden_nh, head_vh=self.head_vh)
 
-    def _place(self, shape: tuple[int, int], head: Tensor) -> str:
+    def _place(self, shape: tuple[int, int]) -> str:
         if self.device != "cuda":
             return self.device
         free, _ = torch.cuda.mem_get_info()
-        return "cuda" if shape[0] * shape[1] * head.element_size() < HELD_SHARE * free else "cpu"
+        return "cuda" if shape[0] * shape[1] * self.head_vh.element_size() < HELD_SHARE * free else "cpu"

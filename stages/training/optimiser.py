@@ -14,18 +14,18 @@ def make_optimiser(kind: str, masters: list[Tensor]) -> torch.optim.Optimizer:
     """Return AdamW (Loshchilov & Hutter, arXiv 1711.05101) without weight decay.
 
     Args:
-        kind: `adamw`, or `adamw8bit`: moments in 8 bits by blocks (Dettmers et al., arXiv 2110.02861).
+        kind: `torch`, or `bitsandbytes`: moments in 8 bits by blocks (Dettmers et al., arXiv 2110.02861).
         masters: float32 tensors.
 
     Raises:
         UserError: bitsandbytes is needed and not installed.
     """
-    if kind == "adamw":
+    if kind == "torch":
         return torch.optim.AdamW(masters, betas=BETAS, weight_decay=0.0, fused=True)
     try:
         import bitsandbytes  # noqa: PLC0415 (takes seconds to import)
     except ImportError as error:
-        raise UserError(f"optimiser = {kind!r} needs bitsandbytes ({error}); choose 'adamw'") from error
+        raise UserError(f"optimiser = {kind!r} needs bitsandbytes ({error}); choose 'torch'") from error
     eight: Any = bitsandbytes.optim
     optimiser: torch.optim.Optimizer = eight.AdamW8bit(masters, betas=BETAS, weight_decay=0.0)
     return optimiser

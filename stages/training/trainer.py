@@ -79,13 +79,14 @@ class Trainer:
             SystemExit: a signal asked for it; the state is saved.
         """
         kept = Selection(rows, self.settings.max_row_tokens)
-        if not self._resume():
+        resumed = self._resume()
+        if not resumed:
             self._log(step=0, tau_dev=round(self.tau(dev).tau, 4))
         self.job.say(f"{len(kept)} rows of {int(kept.sizes.sum())} tokens; "
                      f"{kept.dropped} rows without a token to predict")
         if target:
-            target.prepare(kept)
-        if not self.settings.steps and self.fisher.sums:
+            target.prepare(kept, self.config.vocab_size)
+        if not (self.settings.steps or resumed):
             self._measure(kept, target)
         with Interruption() as interruption:
             for batch in self.job.progress(self._batches(kept, target, self.settings.steps),
@@ -114,8 +115,8 @@ class Trainer:
         return simulated_tau(self.network, conversations, self.job.device)
 
     def _measure(self, kept: Selection, target: TargetStates | None) -> None:
-        """Take the sensitivities of weights that nothing is to be changed in."""
-        for batch in self._batches(kept, target, FELT_STEPS):
+        """Take the sensitivities, where they are wanted, of weights that nothing is to be changed in."""
+        for batch in self._batches(kept, target, FELT_STEPS if self.fisher.sums else 0):
             self._backward(*batch)
             self.optimiser.zero_grad(set_to_none=True)
 
@@ -133,7 +134,11 @@ class Trainer:
             yield batch, target.join(known, rows) if target else known
 
     def _train_step(self, batch: Batch, targets: Targets) -> None:
-        moved = self.view.begin(self.step, self.settings.steps, self.finished())
+        try:
+            moved = self.view.begin(self.step, self.settings.steps, self.finished())
+        except (RuntimeError, ValueError):
+            self._look()  # a loss that is not finite, and not yet looked at, is the better reason
+            raise
         if moved:
             self.frozen_seen = {}
         rate = learning_rate(
@@ -161,17 +166,16 @@ class Trainer:
         for name, weight in self.network.weights.items():
             weight.requires_grad_(seen[name].requires_grad or self.fisher.wants(name, self.step))
         result = self.network.backward(batch, targets, self.settings.ce_share)
-        outputs, gradients = [], []
         for name, weight in self.network.weights.items():
             gradient, weight.grad = weight.grad, None
             if gradient is None:
                 continue
             if self.fisher.wants(name, self.step):
                 self.fisher.add(name, gradient)
-            if seen[name].requires_grad:
-                outputs.append(seen[name])
-                gradients.append(gradient.to(seen[name].dtype))
-        torch.autograd.backward(outputs, gradients)
+            if seen[name] is self.masters.get(name):
+                seen[name].grad = gradient.float()
+            elif seen[name].requires_grad:  # one after the other: no gradient is held twice
+                torch.autograd.backward([seen[name]], [gradient.to(seen[name].dtype)])
         return result
 
     def _seen(self) -> Weights:

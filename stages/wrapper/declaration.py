@@ -23,7 +23,7 @@ class Declaration:
         sections: profile sections that it reads.
         takes: 'stage' or 'stage/<glob over subject names>'; `{a.b}` is filled from the declared sections.
         files: globs of repository files that it reads.
-        libraries: installed distributions whose versions enter the definition.
+        libraries: installed distributions whose versions enter the definition; filled like `takes`.
         plugins: pairs of a dotted config path and a package; the config's values name modules of it.
         place: folder of its outputs, relative to the repository; None is build/<profile>/<stage>.
         in_place: it writes its files itself, atomically, into its place.

@@ -46,7 +46,7 @@ def define(root: Path, profile: Profile, declaration: Declaration, digests: Dige
         "seed": profile.seed,
         "device": profile.device,
         "dtype": {name: table["dtype"] for name, table in tables.items() if "dtype" in table},
-        "libraries": _libraries(declaration),
+        "libraries": _libraries(declaration, config),
         "code": code_digests(root, [f"stages.{declaration.stage}", *sorted(plugins)]),
         "inputs": taken_subjects(root, profile.name, declaration, config),
         "files": {name: _meaning(path, digests) for name, path in files.items()},
@@ -130,9 +130,9 @@ def _change(old: Any, new: Any) -> str:
     return f"changed ({texts[0]} -> {texts[1]})" if short else "changed"
 
 
-def _libraries(declaration: Declaration) -> dict[str, str]:
+def _libraries(declaration: Declaration, config: dict[str, Any]) -> dict[str, str]:
     versions = {"python": f"{sys.version_info.major}.{sys.version_info.minor}"}
-    for name in declaration.libraries:
+    for name in (filled for pattern in declaration.libraries for filled in fill(pattern, config)):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError as error:
