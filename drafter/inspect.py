@@ -32,8 +32,8 @@ class Row:
         bits_per_weight: the same by weight.
         zeros_share: of the decoded weights.
         steps: least, median and largest magnitude of steps or scales; None where the codec has none.
-        error_db: squared error over the reference's squares, in dB; None without a reference, or where nothing
-            differs.
+        error_db: squared error over the reference's squares, in dB; None without a reference, or where
+            nothing differs.
     """
 
     name: str

@@ -47,7 +47,8 @@ def _start(job: Job) -> tuple[ModelConfig, Weights]:
     config, tensors = read_model(job.inputs["fetch"] / source, kind)
     if config.vocab_size < target.token_count:
         raise UserError(f"{source} has {config.vocab_size} ids, and target.token_count is "
-                        f"{target.token_count}: a drafter needs all tokens of its target; name another start.source")
+                        f"{target.token_count}: a drafter needs all tokens of its target; name another "
+                        "start.source")
     if start.base == "scratch":
         shape = replace(config, **start.shape.model_dump(), tied=True)
         return shape, fresh(shape, job.seed)
