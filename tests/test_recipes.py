@@ -44,7 +44,7 @@ def test_a_recipe_runs_through_qat_pack_and_load(recipe: str, mill: Mill, tmp_pa
     if recipe == "entropy":
         assert path.stat().st_size >= 0.995 * allotment
     rows = {row.name: row for row in inspect(path, copy.folder("distill") / "drafter.safetensors")}
-    assert all(row.error_db < -3 for row in rows.values())
+    assert all(row.error_db is None or row.error_db < -3 for row in rows.values())
     _, loaded = weights.load(path)
     if recipe == "fp8 untouched":
         for name, one in read_drafter(copy.folder("distill")).weights.items():
