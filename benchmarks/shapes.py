@@ -10,22 +10,12 @@ from torch import Tensor
 
 from drafter.config import ModelConfig
 from drafter.model import Decoder
+from stages.bits.bases import BASES
 
 COPIED_BYTES = 2**31
 
 
-def qwen3(layers: int, hidden: int, mlp: int, heads: int, tied: bool = True) -> ModelConfig:
-    """A Qwen3 shape."""
-    return ModelConfig(vocab_size=151_936, hidden_size=hidden, intermediate_size=mlp, layers=layers,
-                       heads=heads, kv_heads=8, head_dim=128, rope_theta=1e6, rms_eps=1e-6, tied=tied,
-                       qk_norm=True)
-
-
-SHAPES = {
-    "qwen3-0.6b": qwen3(28, 1_024, 3_072, 16),
-    "qwen3-1.7b": qwen3(28, 2_048, 6_144, 16),
-    "qwen3-4b": qwen3(36, 2_560, 9_728, 32),
-    "qwen3-8b": qwen3(36, 4_096, 12_288, 32, tied=False),
+SHAPES = {name.lower(): config for name, config in BASES.items() if config.qk_norm} | {
     "toy": ModelConfig(vocab_size=997, hidden_size=64, intermediate_size=96, layers=2, heads=4, kv_heads=2,
                        head_dim=16, rope_theta=1e4, rms_eps=1e-6, tied=True, qk_norm=True),
 }
@@ -48,20 +38,26 @@ def random_decoder(config: ModelConfig) -> Decoder:
     return decoder.eval()
 
 
-def random_transformers(config: ModelConfig) -> Any:
-    """Return transformers' own model of a Qwen3 or Llama shape with random weights."""
+def transformers_config(config: ModelConfig, **more: Any) -> Any:
+    """Return a Qwen3 or Llama shape as transformers has it."""
     import transformers  # noqa: PLC0415 - seconds, and not every run compares
 
-    device, dtype = device_and_dtype()
-    names = ("Qwen3Config", "Qwen3ForCausalLM") if config.qk_norm else ("LlamaConfig", "LlamaForCausalLM")
-    config_class, model_class = (getattr(transformers, name) for name in names)
-    settings = config_class(
+    kind = transformers.Qwen3Config if config.qk_norm else transformers.LlamaConfig
+    return kind(
         vocab_size=config.vocab_size, hidden_size=config.hidden_size, head_dim=config.head_dim,
         intermediate_size=config.intermediate_size, num_hidden_layers=config.layers,
         num_attention_heads=config.heads, num_key_value_heads=config.kv_heads, rope_theta=config.rope_theta,
-        rms_norm_eps=config.rms_eps, tie_word_embeddings=config.tied, max_position_embeddings=4_096,
-        eos_token_id=None, bos_token_id=None, pad_token_id=0,
+        rms_norm_eps=config.rms_eps, tie_word_embeddings=config.tied, max_position_embeddings=4_096, **more,
     )  # fmt: skip
+
+
+def random_transformers(config: ModelConfig) -> Any:
+    """Return transformers' own model of a Qwen3 or Llama shape with random weights."""
+    import transformers  # noqa: PLC0415
+
+    device, dtype = device_and_dtype()
+    model_class = transformers.Qwen3ForCausalLM if config.qk_norm else transformers.LlamaForCausalLM
+    settings = transformers_config(config, eos_token_id=None, bos_token_id=None, pad_token_id=0)
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):

@@ -11,7 +11,6 @@ x sum of squared lengths for causal attention; work done twice for activation ch
 """
 
 import argparse
-import gc
 import json
 import sys
 import tempfile
@@ -28,9 +27,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from benchmarks.machine import machine, write_results
+from benchmarks.shapes import SHAPES, clear, random_decoder, transformers_config
 from drafter.codecs import round_trip
 from drafter.config import ModelConfig
-from drafter.model import Decoder
+from stages.bits.bases import BASES
 from stages.bits.views import RoundTripView, fixed_plan
 from stages.job import Job
 from stages.profile import Qat
@@ -56,20 +56,12 @@ class Case:
     plain_rows: int = 8
 
 
-def qwen3(layers: int, hidden: int, mlp: int, heads: int) -> ModelConfig:
-    """A Qwen3 shape with a tied embedding."""
-    return ModelConfig(vocab_size=151_936, hidden_size=hidden, intermediate_size=mlp, layers=layers,
-                       heads=heads, kv_heads=8, head_dim=128, rope_theta=1e6, rms_eps=1e-6, tied=True,
-                       qk_norm=True)
-
-
-SMOLLM2 = ModelConfig(vocab_size=49_152, hidden_size=576, intermediate_size=1_536, layers=16, heads=9,
-                      kv_heads=3, head_dim=64, rope_theta=1e5, rms_eps=1e-5, tied=True, qk_norm=False)
+SMOLLM2 = BASES["SmolLM2-135M"].with_layers(16)
 CASES = {
     "smollm2-16": Case(SMOLLM2, (100, 250), 0.5, 16_384, plain_rows=96),
-    "qwen3-0.6b": Case(qwen3(28, 1_024, 3_072, 16), (512, 1_024), 0.75, 16_384, plain_rows=16),
-    "qwen3-1.7b": Case(qwen3(28, 2_048, 6_144, 16), (512, 1_024), 0.75, 16_384, plain_rows=16),
-    "qwen3-4b": Case(qwen3(36, 2_560, 9_728, 32), (512, 1_024), 0.75, 16_384, checkpointing=True),
+    "qwen3-0.6b": Case(SHAPES["qwen3-0.6b"], (512, 1_024), 0.75, 16_384, plain_rows=16),
+    "qwen3-1.7b": Case(SHAPES["qwen3-1.7b"], (512, 1_024), 0.75, 16_384, plain_rows=16),
+    "qwen3-4b": Case(SHAPES["qwen3-4b"], (512, 1_024), 0.75, 16_384, checkpointing=True),
 }
 
 
@@ -130,14 +122,6 @@ def random_rows(case: Case, tokens: int) -> Rows:
     return Rows([shard])
 
 
-def random_weights(config: ModelConfig) -> dict[str, Tensor]:
-    """Weights of a fresh model, on the GPU."""
-    with torch.device("meta"):
-        empty = Decoder(config).state_dict()
-    return {name: torch.randn(value.shape, device="cuda", dtype=torch.bfloat16) * 0.02 if value.ndim == 2
-            else torch.ones(value.shape, device="cuda") for name, value in empty.items()}
-
-
 def ours(case: Case, rows: Rows, steps: int, qat: bool) -> dict[str, Any]:
     """Time our loop."""
     settings = Qat(codec="int4", dtype="bfloat16", steps=WARM_STEPS + steps, batch_tokens=case.batch_tokens,
@@ -146,7 +130,7 @@ def ours(case: Case, rows: Rows, steps: int, qat: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         job = Job("bench", None, {}, folder, folder, folder, 0, "cuda", folder / "log", checkpoint_s=1e9)
-        start = random_weights(case.config)
+        start = random_decoder(case.config).state_dict()
         view = RoundTripView(fixed_plan(start, settings), start) if qat else None
         trainer = Timed(job, settings, case.config, start, view, measured=not qat)
         del start
@@ -220,13 +204,14 @@ def plain(case: Case, rows: Rows, steps: int, qat: bool) -> dict[str, Any]:
             return plain_of(case, rows, steps, qat, count) | {"rows_per_batch": count}
         except torch.OutOfMemoryError:
             count //= 2
-        clear()
+        clear_all()
     return {"failed": "out of memory with one row"}
 
 
 def plain_of(case: Case, rows: Rows, steps: int, qat: bool, count: int) -> dict[str, Any]:
     """Time it with so many rows in a batch."""
-    model = transformers.AutoModelForCausalLM.from_config(hf_config(case.config), attn_implementation="sdpa")
+    shape = transformers_config(case.config, use_cache=False)
+    model = transformers.AutoModelForCausalLM.from_config(shape, attn_implementation="sdpa")
     if qat:
         for module in list(model.modules()):
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -250,16 +235,6 @@ def plain_of(case: Case, rows: Rows, steps: int, qat: bool, count: int) -> dict[
     return report(sum(sizes), clock.seconds, flops)
 
 
-def hf_config(config: ModelConfig) -> transformers.PretrainedConfig:
-    """The shape as transformers has it."""
-    kind = transformers.Qwen3Config if config.qk_norm else transformers.LlamaConfig
-    return kind(vocab_size=config.vocab_size, hidden_size=config.hidden_size, head_dim=config.head_dim,
-                intermediate_size=config.intermediate_size, num_hidden_layers=config.layers,
-                num_attention_heads=config.heads, num_key_value_heads=config.kv_heads,
-                rms_norm_eps=config.rms_eps, tie_word_embeddings=config.tied, use_cache=False,
-                max_position_embeddings=4_096)
-
-
 def report(tokens: int, seconds: float, flops: float, **more: float) -> dict[str, Any]:
     """Turn what was counted into rates."""
     peak = torch.cuda.max_memory_allocated() / 2**30
@@ -281,11 +256,9 @@ def matmul_rate() -> float:
     return 10 * 2 * 8_192**3 / (time.perf_counter() - began)
 
 
-def clear() -> None:
+def clear_all() -> None:
     """Give the last loop's memory back, and forget its peak and what was compiled for its shapes."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
+    clear()
     torch._dynamo.reset()
 
 
@@ -297,7 +270,7 @@ def measure(name: str, steps: int, rate: float) -> dict[str, Any]:
                              "activation_checkpointing": case.checkpointing}
     for loop in (ours, plain):
         for kind in ("distill", "qat"):
-            clear()
+            clear_all()
             one = loop(case, rows, steps, kind == "qat")
             if "model_tflops_per_s" in one:
                 one["share_of_matmul_rate"] = round(one["model_tflops_per_s"] * 1e12 / rate, 3)
