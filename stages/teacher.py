@@ -2,9 +2,9 @@
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from drafter.engine import Engine, Generation
+from drafter.engine import Engine, Generated, Generation
 from stages.errors import UserError
 from stages.files import link_or_copy, read_jsonl, write_jsonl
 from stages.job import Job
@@ -21,19 +21,25 @@ EVALUATION_SETS = ("dev", "examples", "heldout")
 PromptRow = dict[str, Any]
 
 
+class Writer(Protocol):
+    """What continues the prompts of a shard: the engine in this process, or something of its like."""
+
+    def generate(self, prompts: list[list[int]], settings: Generation) -> list[Generated]:
+        """Return the greedy continuation of each prompt, with its top-k; an empty one is left out."""
+
+
 def run(job: Job) -> dict[str, object]:
     """Leave one shard for each `shard_rows` training prompts, and the evaluation sets with continuations.
 
     A shard is the unit of batching and of resume: prompts are sorted by length and cut into shards in that
     fixed order, and each shard is one batch, so a resumed run gives the same bytes.
     """
-    settings, target = job.config.teacher, job.config.target
+    settings = job.config.teacher
     sets = {name: list(read_jsonl(job.inputs["data"] / f"{name}.jsonl")) for name in EVALUATION_SETS}
     rows = list(read_jsonl(job.inputs["data"] / "train.jsonl"))
     if not rows:
         raise UserError("the data stage left no training prompt; look at its counts in data_manifest.json")
-    decoder = load_target(job.inputs["fetch"] / target.source, target.format, settings.dtype, job.device)
-    engine = Engine(decoder, settings.context_tokens, token_limit=target.token_count)
+    engine = open_engine(job)
     tasks = [(f"{name}.jsonl", evaluation) for name, evaluation in sets.items()]
     tasks += [(f"train-{i:05d}.safetensors", shard) for i, shard in enumerate(cut(rows, settings.shard_rows))]
     job.say(f"{len(rows)} prompts for training, {sum(map(len, sets.values()))} for evaluation")
@@ -58,13 +64,24 @@ def run(job: Job) -> dict[str, object]:
     return report(added(tallies)) | {"shards": len(tallies)}
 
 
+def open_engine(job: Job) -> Writer:
+    """Return what writes the continuations.
+
+    Raises:
+        UserError: the target's files are missing, damaged or of another shape.
+    """
+    settings, target = job.config.teacher, job.config.target
+    decoder = load_target(job.inputs["fetch"] / target.source, target.format, settings.dtype, job.device)
+    return Engine(decoder, settings.context_tokens, token_limit=target.token_count)
+
+
 def cut(rows: list[PromptRow], size: int) -> list[list[PromptRow]]:
     """Cut rows into shards of prompts of like length, so that a batch pads little."""
     ordered = sorted(rows, key=lambda row: (len(row["prompt"]), row["id"]))
     return [ordered[first : first + size] for first in range(0, len(ordered), size)]
 
 
-def _shard(job: Job, engine: Engine, path: Path, rows: list[PromptRow]) -> tuple[Tally, float]:
+def _shard(job: Job, engine: Writer, path: Path, rows: list[PromptRow]) -> tuple[Tally, float]:
     """Make one shard unless an earlier, killed run has: a shard gets its name when it is whole.
 
     Returns:
@@ -83,7 +100,7 @@ def _shard(job: Job, engine: Engine, path: Path, rows: list[PromptRow]) -> tuple
     return found, seconds
 
 
-def _evaluation(job: Job, engine: Engine, path: Path, rows: list[PromptRow]) -> None:
+def _evaluation(job: Job, engine: Writer, path: Path, rows: list[PromptRow]) -> None:
     if path.is_file():
         return
     done: list[PromptRow] = []
