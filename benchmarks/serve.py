@@ -151,7 +151,8 @@ def serve(kind: str, config: ModelConfig, port: int) -> int:
         engine = Engine(random_decoder(config), CONTEXT, slots=SLOTS)
         engine.warm_up(SLOTS, DRAFT)
     address = Address("127.0.0.1", port, "bench")
-    code = asyncio.run(server.serve(engine, settings, address, Sums("0" * 64, None), server.bind(address)))
+    sums = Sums("0" * 64, "0" * 64, None)
+    code = asyncio.run(server.serve(engine, settings, address, sums, server.bind(address)))
     print(json.dumps({"peak_gib": peak_gib()}))
     return code
 

@@ -11,7 +11,7 @@ from sanic.exceptions import PayloadTooLarge, SanicException
 from sanic.request import Request
 from sanic.response import BaseHTTPResponse, HTTPResponse, raw
 
-from drafter import logs
+from drafter import logs, openapi
 from drafter.batcher import Batcher
 from drafter.metrics import Metrics
 from drafter.request import BadRequestError, parse_tokens
@@ -60,6 +60,7 @@ class Service:
         app.add_route(self.live, "/health/live", methods=["GET"])
         app.add_route(self.metrics_text, "/metrics", methods=["GET"])
         app.add_route(self.version, "/version", methods=["GET"])
+        app.add_route(self.openapi, "/openapi.json", methods=["GET"])
         app.error_handler.add(Exception, self.refuse)
         app.register_middleware(self.last_answer, "response")
         return app
@@ -133,8 +134,14 @@ class Service:
         return _answer({
             "model": self.address.model_name,
             "weights_sha256": self.sums.weights,
+            "serving_sha256": self.sums.serving,
             "sums_sha256": self.sums.sums,
         })
+
+    async def openapi(self, _request: Request) -> HTTPResponse:
+        """GET /openapi.json: what all of this takes and gives."""
+        limits = self.batcher.limits
+        return _answer(openapi.document(self.settings, self.vocab_size, limits.max_waiting, BODY_S))
 
     async def last_answer(self, request: Request, _response: BaseHTTPResponse) -> None:
         """While the server goes down, make each answer the last one of its connection."""

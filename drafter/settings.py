@@ -93,9 +93,10 @@ class Address:
 
 @dataclass(frozen=True)
 class Sums:
-    """The sha256 of what is served: the weights, and the list of sums they were checked against."""
+    """The sha256 of what is served: weights, serving.json, and the list of sums they were checked against."""
 
     weights: str
+    serving: str
     sums: str | None
 
     @classmethod
@@ -113,7 +114,7 @@ class Sums:
                     f"{folder / name} is damaged: sha256 {digest}, {SUMS} says "
                     f"{listed.get(name, 'nothing of it')}; copy the folder again"
                 )
-        return cls(digests[WEIGHTS], None if listed is None else _sha256(folder / SUMS))
+        return cls(digests[WEIGHTS], digests[SERVING], None if listed is None else _sha256(folder / SUMS))
 
 
 def _listed(path: Path) -> dict[str, str] | None:

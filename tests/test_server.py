@@ -294,7 +294,8 @@ def test_a_pooled_connection_lasts_through_pauses_and_refusals(served):
 def test_what_is_served_is_named(folder, served, client):
     version = client.get("/version").json()
     sums = Sums.check(folder)
-    assert version == {"model": "submission", "weights_sha256": sums.weights, "sums_sha256": sums.sums}
+    assert version == {"model": "submission", "weights_sha256": sums.weights,
+                       "serving_sha256": sums.serving, "sums_sha256": sums.sums}  # fmt: skip
     assert [client.get(path).status_code for path in ("/health", "/health/live", "/health/ready")] == [
         200
     ] * 3
