@@ -12,7 +12,7 @@ from sanic.request import Request
 from sanic.response import BaseHTTPResponse, HTTPResponse, raw
 
 from drafter import logs, openapi
-from drafter.batcher import Batcher
+from drafter.batcher import Batcher, BusyError
 from drafter.metrics import Metrics
 from drafter.request import BadRequestError, parse_tokens
 from drafter.settings import Address, Settings, Sums
@@ -21,6 +21,11 @@ ANSWER_S = 50.0  # whatever happens, a valid request has its answer by then; cli
 BODY_S = 30.0
 KEEP_ALIVE_S = 180  # longer than any client's pause: a connection closed under a request looks like a loss
 DRAINED_BYTES = 64 << 20  # a body this long is read to its end before 413, so that its sender sees the answer
+RETRY_S = 1
+
+REFUSALS: dict[type[Exception], str] = {
+    BadRequestError: "refused", PayloadTooLarge: "too_large", TimeoutError: "late_body", BusyError: "busy",
+}
 
 
 class Service:
@@ -68,31 +73,27 @@ class Service:
     async def draft(self, request: Request) -> HTTPResponse:
         """POST /draft: ids in, drafted ids out."""
         started = time.monotonic()
-        outcome = "disconnected"
+        outcome, tokens, draft = "disconnected", [], []
         try:
             tokens = parse_tokens(await self._body(request), self.vocab_size)
             draft = await self._drafted(tokens, ANSWER_S - (time.monotonic() - started))
             outcome = "drafted" if draft else "empty"
             return _answer({"draft": draft})
-        except BadRequestError:
-            outcome = "refused"
-            raise
-        except PayloadTooLarge:
-            outcome = "too_large"
-            raise
-        except TimeoutError:
-            outcome = "late_body"
+        except tuple(REFUSALS) as error:
+            outcome = next(name for kind, name in REFUSALS.items() if isinstance(error, kind))
             raise
         finally:
             self.metrics.requests.labels(outcome).inc()
             if outcome == "empty":
                 self.metrics.empty_drafts.inc()
-            took_s = round(time.monotonic() - started, 4)
-            logs.event(logging.DEBUG, "request", outcome=outcome, took_s=took_s)
+            logs.event(logging.DEBUG, "request", outcome=outcome, tokens=len(tokens), drafted=len(draft),
+                       took_s=round(time.monotonic() - started, 4))
 
     async def _drafted(self, tokens: list[int], timeout_s: float) -> list[int]:
         try:
             return await self.batcher.submit(tokens, timeout_s)
+        except BusyError:
+            raise
         except Exception as error:  # a valid request never fails, not even by a fault of ours
             self.metrics.failures.labels("server").inc()
             logs.event(logging.ERROR, "request failed", error=logs.described(error))
@@ -152,6 +153,9 @@ class Service:
         """Turn whatever was raised into a status and a sentence."""
         if isinstance(error, BadRequestError):
             return _refusal(400, str(error))
+        if isinstance(error, BusyError):
+            limit = self.batcher.limits.max_waiting
+            return _refusal(429, f"{limit} requests are in flight; try again", {"Retry-After": str(RETRY_S)})
         if isinstance(error, TimeoutError):
             _close_after(request)
             return _refusal(408, f"the body did not arrive within {BODY_S:.0f} s")

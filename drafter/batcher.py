@@ -1,9 +1,9 @@
 """The batcher: gathers the requests in flight into one drafting step, and keeps a fault to itself."""
 
 import asyncio
-import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,6 +13,11 @@ from drafter.metrics import Metrics
 
 DraftBatch = Callable[[list[list[int]], int], list[list[int]]]
 PROBE = [0]  # a request that a sound engine can always draft for
+MEMORY, DEVICE, EXCEPTION = "out_of_memory", "device", "exception"
+
+
+class BusyError(Exception):
+    """As many requests as may be are in flight already."""
 
 
 @dataclass(frozen=True)
@@ -22,14 +27,15 @@ class Limits:
     Attributes:
         draft_tokens: ids a draft has.
         max_batch: requests of one step.
-        max_waiting: requests in flight; more of them wait to be taken in.
+        max_waiting: requests in flight; one more is refused. Eight times what the contract sends at once, so
+            no client that keeps it is ever refused, and few enough that the last is drafted in time.
         linger_s: a step waits at least this long for one more request, anew after each that comes ...
         linger_share: ... or this share of the last step's time, where that is longer ...
         linger_times: ... but no more often than this.
         stall_s: a step that takes longer will not come back.
-        probe_s: how often a broken engine is tried while no request comes.
+        probe_s: how often a broken engine is tried, while its requests wait.
         broken_s: an engine that fails for this long ...
-        broken_rounds: ... and this often in a row is given up.
+        broken_rounds: ... and this often in a row is given up; one whose device is lost, at once.
     """
 
     draft_tokens: int = 16
@@ -44,11 +50,39 @@ class Limits:
     broken_rounds: int = 5
 
 
+@dataclass(frozen=True)
+class Fault:
+    """Why a step failed: MEMORY, DEVICE or EXCEPTION, and in which words.
+
+    Not the exception itself: its traceback would keep the failed step's tensors in memory while parts of it
+    are tried again.
+    """
+
+    kind: str
+    error: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> "Fault":
+        """Sort an exception of the engine. A device that reports an error may be lost for this process."""
+        words = f"{type(error).__name__}: {error}".lower()
+        kind = EXCEPTION
+        if any(sign in words for sign in ("memoryerror", "out of memory", "allocate memory")):
+            kind = MEMORY
+        elif any(sign in words for sign in ("acceleratorerror", "cuda error", "[cuda]")):
+            kind = DEVICE
+        return cls(kind, logs.described(error))
+
+
 @dataclass(eq=False)
 class _Pending:
     tokens: list[int]
     draft: asyncio.Future[list[int]]
     since: float
+
+    @property
+    def empty(self) -> bool:
+        """Whether it was answered with nothing."""
+        return self.draft.done() and not self.draft.cancelled() and not self.draft.result()
 
     def answer(self, draft: list[int]) -> None:
         # It may be done already: its client left, or its time was up.
@@ -70,13 +104,14 @@ class Batcher:
         self.metrics = metrics
         self.given_up = asyncio.Event()
         self._draft = draft
-        self._queue: asyncio.Queue[_Pending] = asyncio.Queue()
-        self._room = asyncio.Semaphore(limits.max_waiting)
-        self._waiting: set[_Pending] = set()
+        self._queue: deque[_Pending] = deque()
+        self._came = asyncio.Event()
+        self._waiting: set[_Pending] = set()  # the queue's and those in a step
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="draft")
         self._task: asyncio.Task[None] | None = None
         self._failures = 0
         self._failing_since = 0.0
+        self._device_lost = False
         self._step_since: float | None = None
         self._last_step_s = 0.0
 
@@ -107,33 +142,43 @@ class Batcher:
         return self.alive and self._failures == 0 and not late
 
     async def submit(self, tokens: list[int], timeout_s: float) -> list[int]:
-        """Return a draft for one request; an empty one after `timeout_s` seconds or when drafting failed."""
+        """Return a draft for one request; an empty one after `timeout_s` seconds or when drafting failed.
+
+        Raises:
+            BusyError: `max_waiting` requests are in flight.
+        """
+        if len(self._waiting) >= self.limits.max_waiting:
+            raise BusyError
+        if not self.alive:
+            self.metrics.failures.labels("stopped").inc()
+            return []
         pending = _Pending(tokens, asyncio.get_running_loop().create_future(), time.monotonic())
+        self._waiting.add(pending)
+        self._queue.append(pending)
+        self._came.set()
         try:
-            async with asyncio.timeout(timeout_s), self._room:
-                if not self.alive:
-                    self.metrics.failures.labels("stopped").inc()
-                    return []
-                self._waiting.add(pending)
-                self._queue.put_nowait(pending)
+            async with asyncio.timeout(timeout_s):
                 return await pending.draft
         except TimeoutError:
             self.metrics.failures.labels("timeout").inc()
             logs.event(logging.ERROR, "timeout", waited_s=round(time.monotonic() - pending.since, 3))
             return []
         finally:
-            self._waiting.discard(pending)
             pending.draft.cancel()  # nothing is drafted for a client that is gone
+            self._waiting.discard(pending)
+            if pending in self._queue:
+                self._queue.remove(pending)
 
     async def _run(self) -> None:
         try:
             while not self._hopeless():
-                batch = await self._gather()
-                if batch:
-                    await self._answer(batch)
-                elif self._failures:
+                if self._failures:
+                    # Who comes meanwhile waits: a broken engine would answer all with nothing, and fast.
+                    await asyncio.sleep(self.limits.probe_s)
                     await self._probe()
-            logs.event(logging.CRITICAL, "given up", failures=self._failures)
+                elif batch := await self._gather():
+                    await self._answer(batch)
+            logs.event(logging.CRITICAL, "given up", failures=self._failures, device_lost=self._device_lost)
         except Exception as error:
             logs.event(logging.CRITICAL, "batcher ended", error=logs.described(error))
         finally:
@@ -142,7 +187,7 @@ class Batcher:
 
     def _hopeless(self) -> bool:
         lasting = time.monotonic() - self._failing_since >= self.limits.broken_s
-        return self._failures >= self.limits.broken_rounds and lasting
+        return self._device_lost or (self._failures >= self.limits.broken_rounds and lasting)
 
     def _abandon(self) -> None:
         for pending in self._waiting:
@@ -150,25 +195,20 @@ class Batcher:
             pending.answer([])
 
     async def _gather(self) -> list[_Pending]:
-        """Take what waits, up to a batch; nothing when a failing engine should be probed instead."""
-        try:
-            async with asyncio.timeout(self.limits.probe_s if self._failures else None):
-                batch = [await self._queue.get()]
-        except TimeoutError:
-            return []
-        missing = self.limits.max_batch - 1
+        """Wait for requests and take up to a batch of them; none if all of them left meanwhile."""
+        await self._came.wait()
         # Clients that were answered together come back together: wait while they do. Otherwise two halves
         # of them take turns for ever, each waiting for the other's step.
         for _ in range(self.limits.linger_times):
-            seen = self._queue.qsize()
-            if seen >= missing:
+            seen = len(self._queue)
+            if seen >= self.limits.max_batch:
                 break
             await asyncio.sleep(max(self.limits.linger_s, self.limits.linger_share * self._last_step_s))
-            if self._queue.qsize() == seen:
+            if len(self._queue) <= seen:
                 break
-        with contextlib.suppress(asyncio.QueueEmpty):
-            while len(batch) < self.limits.max_batch:
-                batch.append(self._queue.get_nowait())
+        batch = [self._queue.popleft() for _ in range(min(len(self._queue), self.limits.max_batch))]
+        if not self._queue:
+            self._came.clear()
         return [pending for pending in batch if not pending.draft.done()]
 
     async def _answer(self, batch: list[_Pending]) -> None:
@@ -176,62 +216,61 @@ class Batcher:
         for pending in batch:
             self.metrics.queue_seconds.observe(now - pending.since)
         self.metrics.batch_rows.observe(len(batch))
+        fault = await self._answer_or_halve(batch)
+        if fault is not None:
+            logs.event(logging.ERROR, "step failed", kind=fault.kind, error=fault.error, requests=len(batch),
+                       empty=sum(pending.empty for pending in batch))
+
+    async def _answer_or_halve(self, batch: list[_Pending]) -> Fault | None:
+        """Draft for a batch; where that fails, for its halves: only what cannot be drafted goes without."""
         drafts = await self._step([pending.tokens for pending in batch])
-        if isinstance(drafts, BaseException):
-            await self._answer_alone(batch, drafts)
-            return
-        for pending, draft in zip(batch, drafts, strict=True):
-            pending.answer(draft)
+        if not isinstance(drafts, Fault):
+            for pending, draft in zip(batch, drafts, strict=True):
+                pending.answer(draft)
+            return None
+        if len(batch) == 1:
+            batch[0].answer([])
+            await self._probe()  # was it the request or the engine?
+            return drafts
+        middle = len(batch) // 2
+        for half in (batch[:middle], batch[middle:]):
+            if self._failures == 0:
+                await self._answer_or_halve(half)
+            else:  # a broken engine is not tried once more for each
+                for pending in half:
+                    pending.answer([])
+        return drafts
 
-    async def _answer_alone(self, batch: list[_Pending], fault: BaseException) -> None:
-        """Try each request of a failed step by itself, so that only what cannot be drafted goes without."""
-        self.metrics.failures.labels("step").inc()
-        failed, sound = 0, True
-        for pending in batch:
-            drafts = await self._step([pending.tokens]) if sound else fault
-            if isinstance(drafts, BaseException):
-                failed += 1
-                self.metrics.failures.labels("request").inc()
-                pending.answer([])
-                # Was it the request or the engine? A broken engine is not tried once more for each.
-                sound = sound and await self._probe()
-            else:
-                pending.answer(drafts[0])
-        logs.event(logging.ERROR, "step failed", error=logs.described(fault), requests=len(batch),
-                   failed_alone=failed)
+    async def _probe(self) -> None:
+        fault = await self._step([PROBE])
+        if isinstance(fault, Fault):
+            if self._failures == 0:
+                self._failing_since = time.monotonic()
+            self._failures += 1
+            self._device_lost = fault.kind == DEVICE
 
-    async def _probe(self) -> bool:
-        if not isinstance(await self._step([PROBE]), BaseException):
-            return True
-        if self._failures == 0:
-            self._failing_since = time.monotonic()
-        self._failures += 1
-        return False
-
-    async def _step(self, requests: list[list[int]]) -> list[list[int]] | BaseException:
-        """Draft in the worker thread; return the drafts or what was raised. A stalled step raises."""
+    async def _step(self, requests: list[list[int]]) -> list[list[int]] | Fault:
+        """Draft in the worker thread; a step that stalls raises."""
         self._step_since = started = time.monotonic()
-        step = asyncio.get_running_loop().run_in_executor(self._thread, self._draft_checked, requests)
-        step.add_done_callback(_seen)
+        step = asyncio.get_running_loop().run_in_executor(self._thread, self._drafted, requests)
         done, _ = await asyncio.wait({step}, timeout=self.limits.stall_s)
         if not done:
             raise RuntimeError(f"a step of {len(requests)} requests took over {self.limits.stall_s:.0f} s")
         self._step_since = None
         self._last_step_s = time.monotonic() - started
         self.metrics.draft_seconds.observe(self._last_step_s)
-        if (fault := step.exception()) is not None:
-            return fault
-        self._failures = 0
-        return step.result()
-
-    def _draft_checked(self, requests: list[list[int]]) -> list[list[int]]:
-        drafts = self._draft(requests, self.limits.draft_tokens)
-        if len(drafts) != len(requests):
-            raise RuntimeError(f"{len(drafts)} drafts for {len(requests)} requests")
+        drafts = step.result()
+        if isinstance(drafts, Fault):
+            self.metrics.failures.labels(drafts.kind).inc()
+        else:
+            self._failures = 0
         return drafts
 
-
-def _seen(step: asyncio.Future[list[list[int]]]) -> None:
-    # A step that outlives its batcher has nobody to take its exception; asyncio would complain on stderr.
-    if not step.cancelled():
-        step.exception()
+    def _drafted(self, requests: list[list[int]]) -> list[list[int]] | Fault:
+        try:
+            drafts = self._draft(requests, self.limits.draft_tokens)
+            if len(drafts) != len(requests):
+                raise RuntimeError(f"{len(drafts)} drafts for {len(requests)} requests")
+            return drafts
+        except BaseException as error:  # even one that means to end the process
+            return Fault.of(error)

@@ -39,8 +39,10 @@ class Metrics:
             "drafter_requests", "Drafting requests by outcome", ["outcome"], registry=self.registry
         )
         self.failures = Counter(
-            "drafter_failures", "Faults inside, by kind: each cost a draft, none an answer", ["kind"],
-            registry=self.registry,
+            "drafter_failures",
+            "Faults inside, by kind: steps that failed (out_of_memory, device, exception), requests without "
+            "a draft (timeout, stopped), handlers (server)",
+            ["kind"], registry=self.registry,
         )
         self.empty_drafts = Counter(
             "drafter_empty_drafts", "Valid requests answered with an empty draft", registry=self.registry

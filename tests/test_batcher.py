@@ -4,11 +4,12 @@ import asyncio
 import json
 import threading
 import time
+import weakref
 
 import pytest
 
 from drafter import logs
-from drafter.batcher import PROBE, Batcher, Limits
+from drafter.batcher import PROBE, Batcher, BusyError, Limits
 from drafter.metrics import Metrics
 
 QUICK = Limits(draft_tokens=4, max_batch=8, probe_s=0.02, broken_s=0.2, broken_rounds=3)
@@ -100,15 +101,86 @@ def test_one_fault_costs_nobody_the_draft(capfd):
         assert time.monotonic() - started < 1
         assert await batcher.submit([9], 10) == expected([9])
         assert batcher.ready(50)
-        assert count_of(batcher.metrics, "drafter_failures_total", kind="step") == 1
-        assert count_of(batcher.metrics, "drafter_failures_total", kind="request") == 0
+        assert count_of(batcher.metrics, "drafter_failures_total", kind="exception") == 1
 
     logs.configure("info")
     trial(scenario, once)
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
     assert [line["event"] for line in lines] == ["step failed"]
-    assert lines[0]["requests"] == 8
+    assert (lines[0]["kind"], lines[0]["requests"], lines[0]["empty"]) == ("exception", 8, 0)
     assert "a passing fault" in lines[0]["error"]
+
+
+class OutOfMemoryError(RuntimeError):
+    """Named as torch names its own."""
+
+
+def test_out_of_memory_halves_the_batch_and_lets_go_of_what_the_step_held(capfd):
+    class Tensor:
+        pass
+
+    held = []
+
+    def short(model, requests):
+        assert all(tensor() is None for tensor in held)
+        tensor = Tensor()
+        held.append(weakref.ref(tensor))
+        if len(requests) > 2 or [6] in requests:
+            raise OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    async def scenario(model, batcher):
+        drafts = await asyncio.gather(*(batcher.submit([row], 10) for row in range(8)))
+        assert drafts == [[] if row == 6 else expected([row]) for row in range(8)]
+        assert [len(batch) for batch in model.batches] == [8, 4, 2, 2, 4, 2, 2, 1, 1, 1]
+        assert model.batches[-2] == [PROBE]
+        assert count_of(batcher.metrics, "drafter_failures_total", kind="out_of_memory") == 5
+        assert batcher.ready(50)
+
+    logs.configure("info")
+    trial(scenario, short)
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    assert [(line["event"], line["kind"], line["empty"]) for line in lines] == [
+        ("step failed", "out_of_memory", 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (MemoryError(), "out_of_memory"),
+        (OutOfMemoryError("CUDA out of memory."), "out_of_memory"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), "out_of_memory"),
+        (RuntimeError("CUDA error: out of memory"), "out_of_memory"),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), "device"),
+        (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), "device"),
+        (RuntimeError("CUDA error: device-side assert triggered"), "device"),
+        (ValueError("5 requests at once, but there are 4 slots"), "exception"),
+        (SystemExit(3), "exception"),
+    ],
+)
+def test_faults_are_counted_by_kind(error, kind):
+    def once(model, requests):
+        if len(model.batches) == 1:
+            raise error
+
+    async def scenario(model, batcher):
+        assert await batcher.submit([1], 10) == []
+        assert await batcher.submit([1], 10) == expected([1])
+        assert count_of(batcher.metrics, "drafter_failures_total", kind=kind) == 1
+
+    trial(scenario, once)
+
+
+def test_a_lost_device_is_given_up_at_once():
+    def lost(model, requests):
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    async def scenario(model, batcher):
+        assert await batcher.submit([1], 10) == []
+        await asyncio.wait_for(batcher.given_up.wait(), 5)
+        assert model.batches == [[[1]], [PROBE]]
+
+    trial(scenario, lost, Limits(probe_s=60, broken_s=60))
 
 
 def test_a_request_that_cannot_be_drafted_goes_without_and_its_neighbours_do_not():
@@ -135,10 +207,12 @@ def test_a_fault_that_lasts_is_answered_at_once_seen_and_given_up(capfd):
         started = time.monotonic()
         drafts = await asyncio.gather(*(batcher.submit([row], 10) for row in range(8)))
         assert drafts == [[]] * 8
-        # The step, one request alone, the probe: nobody waits for more tries of a broken engine.
-        assert len(model.batches) == 3
+        # The step, its halves down to one request, the probe: no more tries of a broken engine.
+        assert [len(batch) for batch in model.batches[:5]] == [8, 4, 2, 1, 1]
         assert not batcher.ready(50) and batcher.alive
+        # Who comes now waits for the engine, or for its end.
         assert await batcher.submit([1], 10) == []
+        assert batcher.given_up.is_set() and model.batches[-1] == [PROBE]
         await batcher.given_up.wait()
         assert time.monotonic() - started < 5
         await until(lambda: not batcher.alive)
@@ -147,7 +221,7 @@ def test_a_fault_that_lasts_is_answered_at_once_seen_and_given_up(capfd):
     logs.configure("info")
     trial(scenario, raising)
     events = [json.loads(line)["event"] for line in capfd.readouterr().err.splitlines()]
-    assert events == ["step failed", "step failed", "given up"]
+    assert events == ["step failed", "given up"]
 
 
 def test_an_engine_that_recovers_is_ready_again_without_a_request():
@@ -158,9 +232,9 @@ def test_an_engine_that_recovers_is_ready_again_without_a_request():
     async def scenario(model, batcher):
         assert await batcher.submit([1], 10) == []
         await until(lambda: not batcher.ready(50))
-        await until(lambda: batcher.ready(50))
-        assert model.batches[-1] == [PROBE]
-        assert await batcher.submit([1], 10) == expected([1])
+        assert await batcher.submit([2], 10) == expected([2])  # it waited
+        assert batcher.ready(50)
+        assert model.batches == [[[1]], [PROBE], [PROBE], [PROBE], [PROBE], [[2]]]
 
     trial(scenario, broken_for_a_while, Limits(draft_tokens=4, probe_s=0.01, broken_s=60))
 
@@ -171,7 +245,7 @@ def test_an_engine_that_answers_the_wrong_number_is_a_fault(answer):
         batcher = Batcher(lambda requests, count: answer, QUICK, Metrics())
         batcher.start()
         assert await batcher.submit([1], 10) == []
-        assert count_of(batcher.metrics, "drafter_failures_total", kind="step") == 1
+        assert count_of(batcher.metrics, "drafter_failures_total", kind="exception") == 1
         batcher.stop()
 
     asyncio.run(run())
@@ -219,13 +293,23 @@ def test_nothing_is_drafted_for_a_client_that_left():
     trial(scenario)
 
 
-def test_more_than_may_wait_are_taken_in_as_room_comes():
+def test_more_than_may_be_in_flight_are_refused_and_taken_again_as_room_comes():
     async def scenario(model, batcher):
-        drafts = await asyncio.gather(*(batcher.submit([row], 10) for row in range(40)))
-        assert drafts == [expected([row]) for row in range(40)]
-        assert max(map(len, model.batches)) <= 4
+        model.gate.clear()
+        waiting = [asyncio.create_task(batcher.submit([row], 10)) for row in range(12)]
+        await until(lambda: model.batches)
+        with pytest.raises(BusyError):
+            await batcher.submit([12], 10)
+        waiting[11].cancel()
+        await asyncio.sleep(0)
+        again = asyncio.create_task(batcher.submit([12], 10))
+        await asyncio.sleep(0)
+        model.gate.set()
+        drafts = await asyncio.gather(*waiting[:11], again)
+        assert drafts == [expected([row]) for row in [*range(11), 12]]
+        assert await batcher.submit([13], 10) == expected([13])
 
-    trial(scenario, limits=Limits(draft_tokens=4, max_batch=8, max_waiting=4))
+    trial(scenario, limits=Limits(draft_tokens=4, max_batch=8, max_waiting=12))
 
 
 def test_stopping_answers_what_waits():
