@@ -16,6 +16,10 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Rate = Annotated[float, Field(gt=0, lt=1)]
 Dtype = Literal["float32", "bfloat16"]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
+# Scheme, host and port, and no more: no path, no credentials.
+Address = Annotated[str, Field(pattern=r"^https?://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\]):[0-9]{1,5}$")]
+
+Way = Literal["opening", "system", "subject", "beginning", "examples", "follow-up"]  # stages/sources/leads.py
 
 CATEGORIES = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 
@@ -82,8 +86,9 @@ class DataSource(Section):
     """One source of training prompts.
 
     `source` (an id of lock/sources.toml) belongs to the kinds `hub` and `package`; `files`, `uri` and
-    `licence` to `jsonl` and `parquet`; `columns` and `category` to all four; temperature, top_p and the
-    turn's tokens to `synth`. `heldout` keeps the whole source for choosing.
+    `licence` to `jsonl` and `parquet`; `columns` and `category` to all four; temperature, top_p, the turn's
+    tokens and `ways` (how the target is led to invent; empty: all) to `synth`. `heldout` keeps the whole
+    source for choosing.
     """
 
     id: Name
@@ -101,9 +106,12 @@ class DataSource(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = 0.95
     max_turn_tokens: Count = 96
     min_turn_tokens: Count = 6
+    ways: tuple[Way, ...] = ()
 
     @model_validator(mode="after")
     def _keys_of_kind(self) -> Self:
+        if self.ways and self.kind != "synth":
+            raise ValueError("ways belong to kind 'synth'")
         if (self.kind in ("hub", "package")) != (self.source is not None):
             raise ValueError("kinds 'hub' and 'package' need source, an id of lock/sources.toml; "
                              "other kinds take none")
@@ -140,14 +148,38 @@ class Data(Section):
 
 
 class Teacher(Section):
-    """The target's greedy continuations with its top-k logprobs."""
+    """The target's greedy continuations with its top-k logprobs.
 
+    `engine` names a module of stages/writers/: "own" runs the target here, "openai" asks [servers].
+    """
+
+    engine: Literal["own", "openai"] = "own"
     dtype: Dtype
     max_tokens: Count
     top_k: Annotated[int, Field(ge=1, le=256)] = 16
     shard_rows: Count = 128
     stop_on_repeat: Annotated[int, Field(ge=0)] = 0
     context_tokens: Count
+
+
+class Servers(Section):
+    """Completion servers that hold the target, for teacher.engine = "openai". No part of any key.
+
+    Nothing else may be reached. A server must serve the target under target.name. `protocol` is how it takes
+    and gives token ids, `in_flight` the prompts it is asked at once, and `timeout_s` what one may take. An
+    API key comes from the environment: TEACHER_API_KEY.
+    """
+
+    addresses: tuple[Address, ...] = ()
+    protocol: Literal["vllm", "sglang"] = "vllm"
+    in_flight: Count = 64
+    timeout_s: Annotated[float, Field(gt=0)] = 600.0
+
+    @model_validator(mode="after")
+    def _distinct_addresses(self) -> Self:
+        if len(set(self.addresses)) < len(self.addresses):
+            raise ValueError("addresses names a server twice")
+        return self
 
 
 class Shape(Section):
@@ -300,6 +332,7 @@ class Profile(Section):
     serve: Serve
     selfcheck: Selfcheck
     checkpoints: Checkpoints = Checkpoints()
+    servers: Servers = Servers()
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -317,6 +350,8 @@ class Profile(Section):
         if self.device == "cuda" and slow:
             raise ValueError(f"{slow[0]}.dtype must be 'bfloat16' where device is 'cuda': its attention over "
                              "packed rows takes no other")
+        if (self.teacher.engine == "openai") != bool(self.servers.addresses):
+            raise ValueError("teacher.engine = 'openai' needs servers.addresses, and only it takes them")
         if self.teacher.max_tokens > self.target.max_continuation_tokens:
             raise ValueError("teacher.max_tokens must not be over target.max_continuation_tokens")
         if unknown := [stop for stop in self.target.stop_ids if not 0 <= stop < self.target.token_count]:

@@ -2,15 +2,16 @@
 
 import random
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from sources import make_job, source
 
 from drafter.engine import Generated, Generation
 from stages.models.tokenizer import Tokenizer, load_tokenizer
-from stages.profile import CATEGORIES
+from stages.profile import CATEGORIES, Way
 from stages.sources import Context, Rejected, Row, synth
 from stages.sources.leads import LONGEST_CHARACTERS, SHARES, Leads
 from stages.sources.plausibility import fault
@@ -36,7 +37,12 @@ class Stub:
 
 
 def invented(root: Path, tokenizer: Tokenizer, stub: Any, rows: int = 4, **more: Any) -> list[Row | Rejected]:
-    one = source("invented", kind="synth", rows=rows, **more)
+    return invented_by("invented", root, tokenizer, stub, rows, **more)
+
+
+def invented_by(name: str, root: Path, tokenizer: Tokenizer, stub: Any, rows: int,
+                **more: Any) -> list[Row | Rejected]:
+    one = source(name, kind="synth", rows=rows, **more)
     return list(synth.rows(one, Context(make_job(root, [one]), tokenizer), stub))
 
 
@@ -82,6 +88,43 @@ def test_a_beginning_is_the_first_part_of_a_templates_prompt(tmp_path: Path) -> 
 def large_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches as on a GPU."""
     monkeypatch.setitem(synth.BATCH_ROWS, "cpu", 4096)
+
+
+def test_a_source_keeps_to_its_ways(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    assert set(get_args(Way)) == set(SHARES)
+    leads = Leads(make_job(tmp_path, [source()]).root)
+    for ways in (("subject",), ("beginning", "examples"), ("follow-up",)):
+        assert {lead.way for lead in leads.draw(random.Random(0), 160, ways)} == set(ways)
+    rows = invented(tmp_path, tokenizer, Stub(tokenizer, GOOD), rows=8, ways=("follow-up",))
+    assert rows
+    assert all(isinstance(row, Row) and len(row.messages) == 3 for row in rows)
+
+
+class Counting(Stub):
+    """Says when it was asked for the n-th time."""
+
+    def generate(self, prompts: list[list[int]], settings: Generation) -> list[Generated]:
+        found = super().generate(prompts, settings)
+        self.reached[len(self.calls)].set()
+        return found
+
+    reached: dict[int, Event]
+
+
+def test_a_batch_that_is_sure_to_be_wanted_is_made_ahead(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    sources = [source(name, kind="synth", rows=80) for name in ("one", "two")]  # one batch and a part
+    context, stub = Context(make_job(tmp_path, sources), tokenizer), Counting(tokenizer, GOOD)
+    stub.reached = {number: Event() for number in range(1, 100)}
+    rows = synth.rows(sources[0], context, stub)
+    found = [next(rows)]
+    assert stub.reached[2].wait(60)
+    assert context.metrics.keys() == {"one"}
+    found += [next(rows) for _ in range(synth.BATCH_ROWS["cpu"])]
+    assert stub.reached[3].wait(60)
+    assert context.metrics.keys() == {"one", "two"}
+    found += rows
+    (tmp_path / "alone").mkdir()
+    assert found == invented_by("one", tmp_path / "alone", tokenizer, Stub(tokenizer, GOOD), rows=80)
 
 
 @pytest.mark.usefixtures("large_batches")

@@ -41,11 +41,13 @@ class Context:
 
     Attributes:
         metrics: what a source reports of its work, by its id, for the stage's record.
+        shared: what all sources of a kind have in common, by the kind.
     """
 
     job: Job
     tokenizer: Tokenizer
     metrics: dict[str, dict[str, int]] = field(default_factory=dict)
+    shared: dict[str, Any] = field(default_factory=dict)
 
 
 class Source(Protocol):

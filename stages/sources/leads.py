@@ -12,7 +12,7 @@ Every lead belongs to a category and comes about in one of these ways:
 
 import random
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,9 +68,16 @@ class Leads:
             for table in self._steering
         }
 
-    def draw(self, rng: random.Random, count: int) -> Iterator[Lead]:
-        """Yield leads; the same state of the generator gives the same ones."""
-        shares = {way: share for way, share in SHARES.items() if way != "follow-up" or count >= FOLLOWED_ROWS}
+    def draw(self, rng: random.Random, count: int, wanted: Collection[str] = ()) -> Iterator[Lead]:
+        """Yield leads; the same state of the generator gives the same ones.
+
+        Args:
+            rng: where they are drawn from.
+            count: how many.
+            wanted: the ways; all if empty.
+        """
+        shares = {way: share for way, share in SHARES.items()
+                  if way in wanted or (not wanted and (way != "follow-up" or count >= FOLLOWED_ROWS))}
         ways = rng.choices(list(shares), list(shares.values()), k=count)
         for index, way in enumerate(ways):
             table = self._steering[index % len(self._steering)]

@@ -2,13 +2,14 @@
 
 Only to be followed up does the target answer; otherwise it writes what its training taught it that users
 write. Batches are seeded by their number and kept under a key of what they come of, so a killed run loses one
-batch at most, and a change to another source none.
+batch at most, and a change to another source none. They are made in a thread, ahead of their being sieved.
 """
 
 import random
 import re
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -25,7 +26,7 @@ from stages.sources.template import FOLDER
 from stages.upstream.pinned import declared
 from stages.wrapper.code import code_digests
 
-BATCH_ROWS = {"cpu": 64, "cuda": 16_384}  # at most; a source that wants few rows takes little more at once
+BATCH_ROWS = {"cpu": 64, "cuda": 8_192}  # at most; a source that wants few rows takes little more at once
 SAMPLES_PER_ROW = 12  # so many tries for each row that is wanted, then it is enough
 DTYPE = "bfloat16"    # these texts are samples: there is no exact value to keep
 _SENTENCE_END = re.compile(r"[.!?:](?=\s|$)")
@@ -46,20 +47,69 @@ def rows(source: DataSource, context: Context, sampler: Sampler | None = None) -
         context: the job and its tokenizer.
         sampler: used in place of an engine over the target, which otherwise is loaded when first needed.
     """
-    leads = Leads(context.job.root)
-    size = _batch_rows(source, context.job.device)
-    folder = _folder(source, context, size)
-    report = context.metrics[source.id] = {"batches_kept": 0, "batches_sampled": 0}
-    for number in range(-(-source.rows * SAMPLES_PER_ROW // size)):
-        path = folder / f"{number:05}.jsonl"
-        report["batches_kept" if path.is_file() else "batches_sampled"] += 1
-        if not path.is_file():
-            sampler = sampler or _engine(source, context)
-            write_jsonl(path, _Batch(source, context, sampler, number).invented(leads, size))
-        for index, one in enumerate(read_jsonl(path)):
+    if "synth" not in context.shared:
+        context.shared["synth"] = _Batches(context, sampler)
+    batches: _Batches = context.shared["synth"]
+    for number in range(-(-source.rows * SAMPLES_PER_ROW // batches.size(source))):
+        for index, one in enumerate(read_jsonl(batches.file(source, number))):
             reason = one["fault"]
             family = one["family"] or f"{source.id}/{one['way']}/{number}-{index}"
             yield Rejected(reason) if reason else Row(family, one["category"], tuple(one["messages"]))
+
+
+class _Batches:
+    """The batches of all sources of this kind, made one after the other in a thread of their own.
+
+    While the rows of one are looked at, the next that is sure to be wanted is made. What is in a batch does
+    not depend on when it is made.
+    """
+
+    def __init__(self, context: Context, sampler: Sampler | None) -> None:
+        self._context, self._sampler = context, sampler
+        self._leads = Leads(context.job.root)
+        self._thread = ThreadPoolExecutor(1)
+        self._files: dict[tuple[str, int], Future[Path]] = {}
+        self._folders: dict[str, Path] = {}
+
+    def size(self, source: DataSource) -> int:
+        """Return how many turns a batch has."""
+        most = BATCH_ROWS[self._context.job.device]
+        return min(most, -(-source.rows * 5 // 32) * 8)  # a quarter more than wanted, in eights: one of each
+
+    def file(self, source: DataSource, number: int) -> Path:
+        """Return a batch's file once it is written."""
+        asked = self._asked(source, number)
+        following = self._following(source, number)
+        if following is not None:
+            self._asked(*following)
+        return asked.result()
+
+    def _following(self, source: DataSource, number: int) -> tuple[DataSource, int] | None:
+        """Return the batch after this one that will be wanted even if next to nothing is dropped."""
+        if (number + 1) * self.size(source) < source.rows:
+            return source, number + 1
+        synths = [one for one in self._context.job.config.data.sources if one.kind == source.kind]
+        later = [one for one in synths[synths.index(source) + 1 :] if (one.id, 0) not in self._files]
+        return (later[0], 0) if later else None
+
+    def _asked(self, source: DataSource, number: int) -> "Future[Path]":
+        key = (source.id, number)
+        if key not in self._files:
+            self._files[key] = self._thread.submit(self._made, source, number)
+        return self._files[key]
+
+    def _made(self, source: DataSource, number: int) -> Path:
+        size = self.size(source)
+        if source.id not in self._folders:
+            self._folders[source.id] = _folder(source, self._context, size)
+        path = self._folders[source.id] / f"{number:05}.jsonl"
+        report = self._context.metrics.setdefault(source.id, {"batches_kept": 0, "batches_sampled": 0})
+        report["batches_kept" if path.is_file() else "batches_sampled"] += 1
+        if not path.is_file():
+            self._sampler = self._sampler or _engine(self._context)
+            batch = _Batch(source, self._context, self._sampler, number)
+            write_jsonl(path, batch.invented(self._leads, size))
+        return path
 
 
 class _Batch:
@@ -68,7 +118,7 @@ class _Batch:
     def __init__(self, source: DataSource, context: Context, sampler: Sampler, number: int) -> None:
         self._context = context
         self._sampler = sampler
-        self._least = source.min_turn_tokens
+        self._least, self._ways = source.min_turn_tokens, source.ways
         self._random = random.Random(f"{context.job.seed}/{source.id}/{number}")  # noqa: S311
         self._stops = context.job.config.target.stop_ids
         self._settings = Generation(max_tokens=source.max_turn_tokens, stop_ids=self._stops,
@@ -76,7 +126,7 @@ class _Batch:
 
     def invented(self, leads: Leads, count: int) -> Iterator[dict[str, Any]]:
         """Yield the turns with their category, their way and what is wrong with them, if anything."""
-        drawn = self._answered(list(leads.draw(self._random, count)))
+        drawn = self._answered(list(leads.draw(self._random, count, self._ways)))
         samples = self._sampled([lead.text(self._context) for lead in drawn])
         special = self._context.tokenizer.special_texts
         for lead, (text, tokens, ended) in zip(drawn, samples, strict=True):
@@ -135,16 +185,12 @@ def _folder(source: DataSource, context: Context, size: int) -> Path:
     return parent / key[:16]
 
 
-def _batch_rows(source: DataSource, device: str) -> int:
-    return min(BATCH_ROWS[device], -(-source.rows * 5 // 32) * 8)  # a quarter more, in eights: one of each
-
-
-def _engine(source: DataSource, context: Context) -> Engine:
+def _engine(context: Context) -> Engine:
     target = context.job.config.target
     folder = context.job.inputs["fetch"] / target.source
     decoder = load_target(folder, target.format, DTYPE, context.job.device)
-    return Engine(decoder, context_tokens=target.max_prompt_tokens + source.max_turn_tokens,
-                  token_limit=target.token_count)
+    longest = max(one.max_turn_tokens for one in context.job.config.data.sources if one.kind == "synth")
+    return Engine(decoder, context_tokens=target.max_prompt_tokens + longest, token_limit=target.token_count)
 
 
 def origin(source: DataSource, context: Context) -> dict[str, Any]:
