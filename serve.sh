@@ -5,39 +5,24 @@
 #
 # Environment: HOST (0.0.0.0), PORT (8000), MODEL_NAME (submission), PYTHON (python3 on PATH: a 3.12 with torch),
 # TMPDIR (/tmp: the wheels are installed there once, and caches live there).
-# Exit codes: 0 after SIGTERM or SIGINT; 2 for what you can mend, with a sentence; 1 when the server keeps failing.
+# Exit codes: 0 after SIGTERM or SIGINT; 2 for what you can mend, with a sentence; 1 when the server never comes up.
+# A server that ends by a fault is started again, with ever longer pauses (drafter/supervisor.py).
 set -u
 unset CDPATH
 umask 077
 
-RAPID_FAILURES=5  # this many in a row, none of which served for STEADY_S seconds, and we give up
-STEADY_S=60
-
 say() { printf 'serve.sh: %s\n' "$*" >&2; }
 refuse() { say "$*"; exit 2; }
 
-child=""
-stopping=""
-stop() {
-    stopping=1
-    if [ -n "$child" ]; then kill -TERM "$child" 2>/dev/null; fi
+# A signal before the server has started ends what runs, tidies up and leaves.
+fresh=""
+leave() {
+    kill -TERM $(jobs -p) 2>/dev/null
+    wait
+    if [ -n "$fresh" ]; then rm -rf -- "$fresh"; fi
+    exit 0
 }
-trap stop TERM INT
-
-# Runs a command so that a signal reaches it at once, waits for its end, returns its exit code.
-run() {
-    "$@" &
-    child=$!
-    if [ -n "$stopping" ]; then kill -TERM "$child" 2>/dev/null; fi
-    wait "$child"
-    local code=$?
-    # A trapped signal ends `wait` early, while the child still goes down.
-    while kill -0 "$child" 2>/dev/null; do wait "$child"; code=$?; done
-    child=""
-    return "$code"
-}
-
-leave_if_told() { if [ -n "$stopping" ]; then exit 0; fi; }
+trap leave TERM INT
 
 here=$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")
 case $here in *:*) refuse "Python cannot import from a path with a colon ($here); copy the folder elsewhere" ;; esac
@@ -95,20 +80,19 @@ if [ ! -d "${HOME:-}" ] || [ ! -w "${HOME:-}" ]; then export HOME=$home; fi
 
 # Installed beside its place and moved in whole: of two that start at once, one wins and both serve.
 install_wheels() {
-    local fresh log
+    local log code last
     find "$home" -maxdepth 1 -name 'new.*' -mmin +60 -exec rm -rf -- {} + 2>/dev/null
     fresh=$(mktemp -d -- "$home/new.XXXXXX") || refuse "$home cannot be written to; set TMPDIR to another folder"
     log=$fresh/pip.log
-    PIP_CONFIG_FILE=/dev/null run "$python" -m pip --isolated install --quiet --disable-pip-version-check \
+    PIP_CONFIG_FILE=/dev/null "$python" -m pip --isolated install --quiet --disable-pip-version-check \
         --no-input --no-cache-dir --no-index --find-links "$here/wheels" --require-hashes --no-deps \
-        --target "$fresh/site" --requirement "$requirements" >"$log" 2>&1
-    local code=$?
+        --target "$fresh/site" --requirement "$requirements" >"$log" 2>&1 &
+    wait $!
+    code=$?
     mkdir -p -- "$fresh/site"  # a list without wheels leaves none
     if [ "$code" != 0 ]; then
-        local last
         last=$(grep -v '^[[:space:]]*$' "$log" | tail -n 1)
         rm -rf -- "$fresh"
-        leave_if_told
         refuse "the wheels in $here/wheels do not install: ${last:-pip said nothing}"
     fi
     mv -T -- "$fresh/site" "$site" 2>/dev/null
@@ -116,23 +100,5 @@ install_wheels() {
     [ -d "$site" ] || refuse "$site cannot be written; set TMPDIR to another folder"
 }
 if [ ! -d "$site" ]; then install_wheels; fi
-leave_if_told
 
-failures=0
-while :; do
-    since=$SECONDS
-    PYTHONPATH=$site:$here run "$python" -m drafter.server --weights "$here"
-    code=$?
-    leave_if_told
-    case $code in 0 | 2) exit "$code" ;; esac
-    if [ $((SECONDS - since)) -ge "$STEADY_S" ]; then failures=0; fi
-    failures=$((failures + 1))
-    if [ "$failures" -ge "$RAPID_FAILURES" ]; then
-        say "the server failed $failures times in a row, the last time with code $code; its log says why"
-        exit 1
-    fi
-    pause=$((1 << (failures - 1)))
-    say "the server ended with code $code; starting it again in $pause s"
-    run sleep "$pause"
-    leave_if_told
-done
+PYTHONPATH=$site:$here exec "$python" -m drafter.supervisor --weights "$here"

@@ -44,7 +44,7 @@ class Limits:
     linger_s: float = 0.002
     linger_share: float = 0.04
     linger_times: int = 5
-    stall_s: float = 200.0
+    stall_s: float = 60.0
     probe_s: float = 1.0
     broken_s: float = 3.0
     broken_rounds: int = 5

@@ -1,5 +1,6 @@
 """Logs: one line of JSON an event, on stderr."""
 
+import faulthandler
 import json
 import logging
 import sys
@@ -26,7 +27,8 @@ class _JsonLines(logging.Formatter):
 
 
 def configure(level: str) -> None:
-    """Send the drafter's events from `level` on, and other libraries' warnings, to stderr."""
+    """Send events from `level` on, other libraries' warnings, and the trace of a crash to stderr."""
+    faulthandler.enable(sys.__stderr__)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonLines())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)

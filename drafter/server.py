@@ -1,6 +1,6 @@
 """The server process: loads what FOLDER holds, warms up, listens, and goes down in order.
 
-Usage: python -m drafter.server --weights FOLDER
+Usage: python -m drafter.server --weights FOLDER [--listener NUMBER]
 
 Environment: HOST (127.0.0.1), PORT (8000), MODEL_NAME (submission). Exit codes: 0 after SIGTERM or SIGINT;
 2 for what its user can mend (a missing or damaged file, a taken port), with a sentence on stderr; 1 for a
@@ -9,6 +9,8 @@ fault that a fresh process may not have.
 
 import argparse
 import asyncio
+import contextlib
+import faulthandler
 import logging
 import os
 import signal
@@ -22,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from drafter import logs
 from drafter.app import Service
 from drafter.batcher import Batcher, Limits
+from drafter.listener import bind, no_listener
 from drafter.metrics import Metrics
 from drafter.settings import Address, Settings, Sums
 
@@ -29,8 +32,12 @@ if TYPE_CHECKING:
     from drafter.engine import Engine
 
 BACKLOG = 1024
-GRACE_S = 8.0  # for the answers that are under way when the server is told to stop
-LAST_WORDS_S = 1.0
+GRACE_S = 7.0  # for the answers that are under way when the server is told to stop
+LAST_WORDS_S = 0.5
+ARRIVAL_S = 0.05  # for requests that are on their way in when it is told
+DEAF_S = 60.0  # an event loop that stands still for so long answers nobody any more: the process ends
+STALL_S = 60.0  # a GPU needs no second for a step ...
+PLAIN_STALL_S = 200.0  # ... but a CPU may have 32 long prompts to read
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,13 +48,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--weights", type=Path, required=True, metavar="FOLDER",
                         help="the folder of model.safetensors, serving.json and SHA256SUMS")
+    parser.add_argument("--listener", type=int, metavar="NUMBER",
+                        help="an open socket to listen on, instead of one at HOST and PORT")
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     arguments = parser.parse_args(argv)
     logs.configure(arguments.log_level)
     signal.signal(signal.SIGTERM, _leave)  # until the loop takes over
     try:
         address = Address.from_environment(os.environ)
-        listener = bind(address)
+        listener = bind(address) if arguments.listener is None else socket.socket(fileno=arguments.listener)
         settings = Settings.read(arguments.weights)
         sums = Sums.check(arguments.weights)
         # Importing torch takes seconds; a taken port or a missing file need not wait for it.
@@ -56,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         engine = loading.open_engine(arguments.weights, settings)
         loading.warm_up(engine, settings)
         return asyncio.run(serve(engine, settings, address, sums, listener))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         print(f"drafter: {error}", file=sys.stderr)
         return 2
     except Exception as error:
@@ -66,31 +75,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _leave(_number: int, _frame: object) -> NoReturn:
     sys.exit(0)
-
-
-def bind(address: Address) -> socket.socket:
-    """Take the port before anything slow; connections are refused until the server listens.
-
-    Raises:
-        ValueError: it is taken, not ours to take, or the host is no address of this machine.
-    """
-    try:
-        family, kind, protocol, _, place = socket.getaddrinfo(
-            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(place)
-    except OSError as error:
-        raise _no_listener(address, error) from error
-    return listener
-
-
-def _no_listener(address: Address, error: OSError) -> ValueError:
-    return ValueError(
-        f"cannot listen on {address.host} port {address.port} ({error.strerror or error}); "
-        "set HOST and PORT to a free address of this machine"
-    )
 
 
 async def serve(engine: "Engine", settings: Settings, address: Address, sums: Sums,
@@ -103,7 +87,8 @@ async def serve(engine: "Engine", settings: Settings, address: Address, sums: Su
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    limits = Limits(draft_tokens=settings.draft_tokens, max_batch=settings.max_batch)
+    stall_s = PLAIN_STALL_S if engine.mode == "plain" else STALL_S
+    limits = Limits(draft_tokens=settings.draft_tokens, max_batch=settings.max_batch, stall_s=stall_s)
     metrics = Metrics()
     metrics.watch(engine)
     batcher = Batcher(engine.draft, limits, metrics)
@@ -114,18 +99,39 @@ async def serve(engine: "Engine", settings: Settings, address: Address, sums: Su
     logs.event(logging.INFO, "listening", host=host, port=port, model=address.model_name,
                weights_sha256=sums.weights)
     waits = [asyncio.create_task(event.wait()) for event in (stop, batcher.given_up)]
+    heart = asyncio.create_task(_beat())
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     code = 1 if batcher.given_up.is_set() else 0
     logs.event(logging.INFO, "stopping", code=code, open_connections=len(server.connections))
-    service.draining = True
-    server.server.close()
-    await _drain(server, GRACE_S)
-    batcher.stop()
-    await _drain(server, LAST_WORDS_S)
+    await _go_down(service, server)
+    heart.cancel()
     logs.event(logging.INFO, "stopped", code=code)
     if batcher.busy or code:
         _exit_now(code)  # a step that hangs in the device would hold up an orderly exit for ever
     return code
+
+
+async def _beat() -> None:
+    """While the event loop runs, put off the end of a process whose event loop stands still.
+
+    The timer is a thread in C, so not even a library that never lets go of the interpreter holds it up.
+    """
+    with contextlib.suppress(asyncio.CancelledError):
+        while True:
+            faulthandler.dump_traceback_later(DEAF_S, exit=True)
+            await asyncio.sleep(DEAF_S / 12)
+    faulthandler.cancel_dump_traceback_later()
+
+
+async def _go_down(service: Service, server: Any) -> None:
+    """Answer what was accepted, and accept no more."""
+    await asyncio.sleep(ARRIVAL_S)
+    service.draining = True
+    server.server.close()
+    await asyncio.sleep(ARRIVAL_S)
+    await _drain(server, GRACE_S)
+    service.batcher.stop()
+    await _drain(server, LAST_WORDS_S)
 
 
 async def _listen(service: Service, address: Address, listener: socket.socket) -> Any:
@@ -138,7 +144,7 @@ async def _listen(service: Service, address: Address, listener: socket.socket) -
         await server.start_serving()
         return server
     except OSError as error:  # two servers may bind; only one may listen
-        raise _no_listener(address, error) from error
+        raise no_listener(address, error) from error
 
 
 async def _drain(server: Any, patience_s: float) -> None:

@@ -1,54 +1,20 @@
 """serve.sh: from copies of an output folder, as the grader and others would start it."""
 
-import base64
 import hashlib
 import os
 import shutil
 import signal
 import stat
-import subprocess
-import sys
-import zipfile
-from pathlib import Path
 
 import httpx
 import pytest
-from serving import ROOT, environment, free_port, started, write_model
-
-INFO = "draftmill_probe-1.0.dist-info"
-WHEEL = "draftmill_probe-1.0-py3-none-any.whl"
-PATH = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+from outputs import WHEEL, child, edit, ended, gone, served, write_output
+from serving import free_port
 
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory):
-    """A whole output folder: model, code, serve.sh, and a wheelhouse of one wheel."""
-    folder = write_model(tmp_path_factory.mktemp("made") / "output")
-    shutil.copy(ROOT / "serve.sh", folder)
-    shutil.copytree(ROOT / "drafter", folder / "drafter", ignore=shutil.ignore_patterns("__pycache__"))
-    write_wheelhouse(folder / "wheels")
-    return folder
-
-
-def write_wheelhouse(folder):
-    folder.mkdir()
-    files = {
-        "draftmill_probe.py": b"ANSWER = 42\n",
-        f"{INFO}/METADATA": b"Metadata-Version: 2.1\nName: draftmill-probe\nVersion: 1.0\n",
-        f"{INFO}/WHEEL": b"Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-    }
-    rows = [f"{name},sha256={urlsafe(content)},{len(content)}\n" for name, content in files.items()]
-    record = f"{INFO}/RECORD"
-    with zipfile.ZipFile(folder / WHEEL, "w") as archive:
-        for name, content in files.items():
-            archive.writestr(name, content)
-        archive.writestr(record, "".join(rows) + f"{record},,\n")
-    digest = hashlib.sha256((folder / WHEEL).read_bytes()).hexdigest()
-    (folder / "requirements.txt").write_text(f"draftmill-probe==1.0 --hash=sha256:{digest}\n")
-
-
-def urlsafe(content):
-    return base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+    return write_output(tmp_path_factory.mktemp("made") / "output")
 
 
 def snapshot(folder):
@@ -62,18 +28,6 @@ def snapshot(folder):
         )
         for path in paths
     ]
-
-
-def served(script, log, **env):
-    settings = {"PATH": PATH, "HOST": "127.0.0.1", **env}
-    return started(["bash", str(script)], log, cwd=Path("/"), **settings)
-
-
-def ended(script, **env):
-    settings = environment(**{"PATH": PATH, "HOST": "127.0.0.1", **env})
-    return subprocess.run(
-        ["bash", str(script)], cwd="/", env=settings, capture_output=True, text=True, timeout=60, check=False
-    )
 
 
 def draft(server):
@@ -125,12 +79,23 @@ def test_a_killed_server_comes_back_and_a_second_on_its_port_does_not(output, tm
         assert result.returncode == 2
         assert f"cannot listen on 127.0.0.1 port {port}" in result.stderr
         assert "Traceback" not in result.stderr
-        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
-        os.kill(int(children[0]), signal.SIGKILL)
-        server.wait_until_ready(starts=2)
-        assert draft(server)
-        assert "starting it again" in server.log.read_text()
+        os.kill(child(server), signal.SIGKILL)
+        assert draft(server)  # at once: it waits for the next server, and is not refused
+        assert "starting it again in 0 s" in server.log.read_text()
         assert server.stop() == 0
+
+
+def test_a_killed_serve_sh_leaves_nothing_behind_and_starts_anew_at_once(output, tmp_path):
+    env = {"TMPDIR": str(tmp_path), "PORT": str(free_port())}
+    with served(output / "serve.sh", tmp_path / "log1", **env) as first:
+        first.wait_until_ready()
+        left = child(first)
+        first.kill()
+        with served(output / "serve.sh", tmp_path / "log2", **env) as second:
+            second.wait_until_ready()
+            assert gone(left)
+            assert draft(second)
+            assert second.stop() == 0
 
 
 def test_what_the_user_can_mend_is_a_sentence(output, tmp_path):
@@ -174,24 +139,54 @@ def test_a_planted_folder_is_not_trusted(output, tmp_path, planted):
     assert (result.returncode, "is not trusted" in result.stderr) == (2, True)
 
 
-def test_a_server_that_keeps_failing_is_given_up(output, tmp_path):
+@pytest.fixture
+def failing(output, tmp_path):
+    """A copy whose server ends with 7, at once."""
     copy = tmp_path / "copy"
     shutil.copytree(output, copy)
     (copy / "drafter" / "server.py").write_text("import sys; sys.exit(7)\n")
-    script = copy / "serve.sh"
-    script.write_text(script.read_text().replace('run sleep "$pause"', "run sleep 0"))
-    result = ended(script, TMPDIR=str(tmp_path))
+    return copy
+
+
+def test_a_server_that_never_comes_up_is_given_up(failing, tmp_path):
+    edit(failing / "drafter" / "supervisor.py", "LONGEST_PAUSE_S = 15", "LONGEST_PAUSE_S = 0")
+    result = ended(failing / "serve.sh", TMPDIR=str(tmp_path))
     assert result.returncode == 1
     assert result.stderr.count("starting it again") == 4
-    assert "failed 5 times in a row" in result.stderr
+    assert "failed 5 times in a row, the last time with code 7" in result.stderr
 
 
-def test_a_signal_during_the_pause_ends_it(output, tmp_path):
+def test_a_signal_during_a_pause_ends_it(failing, tmp_path):
+    with served(failing / "serve.sh", tmp_path / "log", TMPDIR=str(tmp_path)) as server:
+        server.wait_for("again in 1 s")
+        assert server.stop() == 0
+
+
+def test_a_signal_during_the_installation_leaves_nothing_behind(output, tmp_path):
+    slow = tmp_path / "python"
+    slow.write_text('#!/bin/sh\ncase "$*" in *pip*) exec sleep 60 ;; esac\nexec python "$@"\n')
+    slow.chmod(0o755)
+    with served(output / "serve.sh", tmp_path / "log", TMPDIR=str(tmp_path), PYTHON=str(slow)) as server:
+        while not list(tmp_path.glob("draftmill-*/new.*/pip.log")):
+            assert server.process.poll() is None
+        installer = child(server)
+        assert server.stop() == 0
+        assert gone(installer)
+    assert not list(tmp_path.glob("draftmill-*/new.*"))
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "missing"])
+def test_damaged_weights_end_it_at_once_with_their_name(output, tmp_path, damage):
     copy = tmp_path / "copy"
     shutil.copytree(output, copy)
-    (copy / "drafter" / "server.py").write_text("import sys; sys.exit(7)\n")
-    with started(
-        ["bash", str(copy / "serve.sh")], tmp_path / "log", TMPDIR=str(tmp_path), PATH=PATH
-    ) as server:
-        server.wait_for("again in 2 s")
-        assert server.stop() == 0
+    weights = copy / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 4
+    if damage == "missing":
+        weights.unlink()
+    else:
+        weights.write_bytes(content if damage == "flipped" else content[:-1])
+    result = ended(copy / "serve.sh", TMPDIR=str(tmp_path))
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    assert f"{weights} is {'missing' if damage == 'missing' else 'damaged'}" in result.stderr

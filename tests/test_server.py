@@ -352,6 +352,51 @@ def test_sigterm_answers_what_was_accepted_and_takes_no_more(folder, tmp_path):
         assert held.process.wait(5) == 0
 
 
+def test_more_than_may_be_in_flight_are_told_when_to_come_again(folder, tmp_path):
+    gate = tmp_path / "gate"
+    bound = "server.Limits = functools.partial(server.Limits, max_waiting=4)"
+    with altered(folder, *GATED, bound, GATE=str(gate)) as held:
+        gate.touch()
+
+        async def trial():
+            async with httpx.AsyncClient(base_url=held.url, trust_env=False, timeout=30) as client:
+                tasks = [
+                    asyncio.create_task(client.post("/draft", json={"tokens": [row]})) for row in range(9)
+                ]
+                while sum(task.done() for task in tasks) < 5:
+                    await asyncio.sleep(0.01)
+                gate.unlink()
+                return await asyncio.gather(*tasks), (await client.get("/metrics")).text
+
+        answers, text = asyncio.run(trial())
+        drafted = [answer for answer in answers if answer.status_code == 200]
+        assert [len(answer.json()["draft"]) for answer in drafted] == [16] * 4
+        for answer in answers:
+            if answer not in drafted:
+                assert "4 requests are in flight" in refused(answer, 429)
+                assert answer.headers["retry-after"] == "1"
+        assert 'drafter_requests_total{outcome="busy"} 5.0' in text
+
+
+def test_a_request_is_one_line_at_debug_and_none_at_info(folder, served):
+    def said(asked):
+        before = asked.log.read_text()
+        for content in (body([444, 443, 442]), body([444, 9_999_999]), b"[" * 200_000):
+            httpx.post(f"{asked.url}/draft", content=content, trust_env=False)
+        return asked.log.read_text().removeprefix(before)
+
+    assert said(served) == ""
+    with running(folder, "--log-level", "debug") as talkative:
+        lines = said(talkative).splitlines()
+    told = [json.loads(line) for line in lines]
+    assert [(line["event"], line["outcome"], line["tokens"], line["drafted"]) for line in told] == [
+        ("request", "drafted", 3, 16),
+        ("request", "refused", 0, 0),
+        ("request", "too_large", 0, 0),
+    ]
+    assert not any(token in "".join(lines) for token in ("444", "9999999"))
+
+
 def test_sigterm_in_a_step_that_hangs_still_ends_in_time(folder, tmp_path):
     gate = tmp_path / "gate"
     with altered(folder, *GATED, "server.GRACE_S = 0.5", "app.KEEP_ALIVE_S = 1", GATE=str(gate)) as held:
@@ -379,7 +424,7 @@ def test_a_broken_engine_answers_turns_unready_and_ends_the_process(folder, tmp_
     lines = (
         "draft = Engine.draft",
         "def broken(*arguments):",
-        "    if os.path.exists(os.environ['GATE']): raise RuntimeError('CUDA error: for the test')",
+        "    if os.path.exists(os.environ['GATE']): raise RuntimeError('a fault for the test')",
         "    return draft(*arguments)",
         "Engine.draft = broken",
         "app.ANSWER_S, app.BODY_S = 5.0, 0.3",
@@ -401,7 +446,7 @@ def test_a_broken_engine_answers_turns_unready_and_ends_the_process(folder, tmp_
             assert 'drafter_requests_total{outcome="empty"} 8.0' in text
             assert "drafter_empty_drafts_total 8.0" in text
         assert broken.process.wait(20) == 1
-        assert "CUDA error: for the test" in broken.log.read_text()
+        assert "a fault for the test" in broken.log.read_text()
 
 
 def test_the_keep_alive_is_ours_and_outlasts_every_pause_below_two_minutes(folder):

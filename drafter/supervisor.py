@@ -1,0 +1,118 @@
+"""The process around the server: what serve.sh becomes. It holds the port and starts the server again.
+
+Usage: python -m drafter.supervisor --weights FOLDER
+
+The port outlives the server: who connects while a new one starts waits for it, and is not refused. A signal
+goes on to the server, and the server does not outlive this process, however it ends. Environment and exit
+codes are the server's; 1 also for a server that never came up.
+"""
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from drafter.listener import bind, listens
+from drafter.settings import Address
+
+FIRST_TRIES = 5  # of a server that has not come up once
+STEADY_S = 60.0  # a server that lived this long begins a new count of failures
+LONGEST_PAUSE_S = 15
+STOP_S = 9.5  # to go down in, after a signal
+TOLD = (signal.SIGTERM, signal.SIGINT)
+PR_SET_PDEATHSIG = 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Keep a server running until told to stop; see the module's head for the exit codes."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, (*TOLD, signal.SIGCHLD))  # each is waited for, none interrupts
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        listener = bind(Address.from_environment(os.environ))
+    except ValueError as error:
+        print(f"drafter: {error}", file=sys.stderr)
+        return 2
+    command = [sys.executable, "-m", "drafter.server", *arguments, "--listener", str(listener.fileno())]
+    return Supervisor(command, listener).run()
+
+
+class Supervisor:
+    """Starts a server as often as needed.
+
+    Args:
+        command: the server's; it finds the listener open under the same number.
+        listener: the bound socket.
+    """
+
+    def __init__(self, command: list[str], listener: socket.socket) -> None:
+        self.command, self.listener = command, listener
+        self.told = False
+
+    def run(self) -> int:
+        """Return the exit code once the server has stopped for good."""
+        failures = 0
+        while True:
+            since = time.monotonic()
+            code = self._serve()
+            if self.told or code in (0, 2):
+                return code
+            failures = 1 if time.monotonic() - since >= STEADY_S else failures + 1
+            if failures >= FIRST_TRIES and not listens(self.listener):
+                say(f"the server failed {failures} times in a row, the last time with code {code}; "
+                    "its log says why")  # fmt: skip
+                return 1
+            pause_s = 0 if failures == 1 else min(2 ** (failures - 2), LONGEST_PAUSE_S)
+            say(f"the server ended with code {code}; starting it again in {pause_s} s")
+            if signal.sigtimedwait(TOLD, pause_s) is not None:
+                return 0
+
+    def _serve(self) -> int:
+        """Run one server to its end, and return its exit code, negative for a signal's number."""
+        server = subprocess.Popen(
+            self.command, pass_fds=[self.listener.fileno()],
+            preexec_fn=_tied_to(os.getpid()),  # noqa: PLW1509 - there is one thread only
+        )
+        while True:
+            number = signal.sigwait((*TOLD, signal.SIGCHLD))
+            if number in TOLD:
+                return self._stop(server)
+            if (code := server.poll()) is not None:
+                return code
+
+    def _stop(self, server: subprocess.Popen[bytes]) -> int:
+        self.told = True
+        self.listener.close()  # or new connections would still be taken
+        server.terminate()
+        try:
+            code = server.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            say(f"the server did not go down within {STOP_S} s")
+            return 1
+        return 0 if code == -signal.SIGTERM else code  # it came before the server could hear it
+
+
+def _tied_to(parent: int) -> Callable[[], None]:
+    """Return what a child does first: hear all signals again, and die with its parent."""
+    libc = ctypes.CDLL(None)
+
+    def prepare() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return prepare
+
+
+def say(sentence: str) -> None:
+    """Tell the user."""
+    print(f"serve.sh: {sentence}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
