@@ -31,6 +31,7 @@ class Job:
         log: the stage's log file; events are appended to it as JSON lines.
         checkpoint_s: seconds between two checkpoints of a long stage; 0 is as often as it can.
         runner: what carries stages out, for one that starts containers itself.
+        reach: addresses of servers that the stage may reach, and no other machine.
     """
 
     stage: str
@@ -44,6 +45,7 @@ class Job:
     log: Path
     checkpoint_s: float = 300.0
     runner: str = "host"
+    reach: tuple[str, ...] = ()
 
     @property
     def kept(self) -> Path:

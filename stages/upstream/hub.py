@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_ba
 
 from stages.errors import UserError
 from stages.upstream.pinned import FILE, Source
+from stages.upstream.retries import BUSY, retry_after_s
 
 METHOD = "https"  # what the log calls the transfer: ranges over HTTP, never Xet or hf_transfer
 IDLE_S = 30.0  # a transfer that brings nothing for so long is broken off and resumed
@@ -37,7 +37,6 @@ CHUNK_BYTES = 1 << 20  # what is lost at most when a transfer breaks off
 ATTEMPTS = 6
 FIRST_WAIT_S = 2.0  # doubled each time, unless the hub says Retry-After
 LONGEST_WAIT_S = 300.0
-BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class _BusyError(Exception):
@@ -72,7 +71,7 @@ class _Session(requests.Session):
             raise _LostError(type(error).__name__) from error
         if response.status_code in BUSY:
             response.close()
-            raise _BusyError(response.status_code, _seconds(response.headers.get("Retry-After")))
+            raise _BusyError(response.status_code, retry_after_s(response.headers.get("Retry-After")))
         return response
 
 
@@ -196,17 +195,3 @@ def _refused(error: HfHubHTTPError, status: int | None) -> Fault:
     else:
         reason = f"the hub answers {status}"
     return Fault(reason, again=False, http_status=status)
-
-
-def _seconds(header: str | None) -> float | None:
-    """Read a Retry-After, in seconds or as a date; anything else means that we choose."""
-    if not header:
-        return None
-    try:
-        return max(0.0, float(header))
-    except ValueError:
-        pass
-    try:
-        return max(0.0, parsedate_to_datetime(header).timestamp() - time.time())
-    except ValueError:
-        return None

@@ -72,7 +72,7 @@ class Contained:
         for folder in writes:
             folder.mkdir(parents=True, exist_ok=True)
         reads = (*_code(call.root), *call.reads, *environment_folders(self.image))
-        if call.network:
+        if call.network or call.reach:
             named = (Path(given[name]) for name in CERTIFICATES if given.get(name))
             reads += tuple(path for path in named if path.exists())
         return Container(
@@ -80,7 +80,8 @@ class Contained:
             reads={path: path for path in reads if path not in writes},
             writes={path: path for path in writes},
             env=fixed, handed_on=[name for name in given if name not in {*fixed, "LD_LIBRARY_PATH"}],
-            network="host" if call.network else "none", gpus=bool(call.devices), workdir=call.root)
+            network="host" if call.network or call.reach else "none",
+            gpus=bool(call.devices), workdir=call.root)
 
 
 def interpreter(image: Image) -> Path:

@@ -25,6 +25,8 @@ class Declaration:
         files: globs of repository files that it reads.
         libraries: installed distributions whose versions enter the definition; filled like `takes`.
         plugins: pairs of a dotted config path and a package; the config's values name modules of it.
+        reaches: a profile section that it reads and that is no part of its key; it may reach the `addresses`
+            named there, and no other machine.
         place: folder of its outputs, relative to the repository; None is build/<profile>/<stage>.
         in_place: it writes its files itself, atomically, into its place.
         conducts: it starts containers itself, so it runs on the host under every runner.
@@ -37,6 +39,7 @@ class Declaration:
     files: tuple[str, ...] = ()
     libraries: tuple[str, ...] = ()
     plugins: tuple[tuple[str, str], ...] = ()
+    reaches: str | None = None
     place: str | None = None
     in_place: bool = False
     conducts: bool = False

@@ -48,6 +48,11 @@ class Shop:
         place = own if folder == Path() else self.root / folder / self.profile.name
         return place / f"{stage}-{key[:16]}"
 
+    def servers(self, stage: str) -> dict[str, Any]:
+        """What the profile says of the servers that a stage may reach; nothing for one that reaches none."""
+        section = self.declarations[stage].reaches
+        return dict(self.profile.model_dump(mode="json")[section]) if section else {}
+
     def log(self, stage: str) -> Path:
         """The stage's log."""
         return self.root / "logs" / self.profile.name / f"{stage}.log"
@@ -87,20 +92,23 @@ def _work_apart(shop: Shop, declaration: Declaration, definition: dict[str, Any]
     stage, log, work = declaration.stage, shop.log(declaration.stage), shop.work(declaration.stage, key)
     spec_path, result_path = (work.parent / f"{stage}.{kind}.json" for kind in ("spec", "result"))
     inputs = {name: shop.place(name) for name in declaration.upstream}
-    network = stage == NETWORK_STAGE
+    network, servers = stage == NETWORK_STAGE, shop.servers(stage)
+    reach = tuple(servers.get("addresses", ()))
     devices = int(shop.profile.device == "cuda" and "torch" in declaration.libraries)
     writes = (out, work.parent, log.parent)
     spec = {name: definition[name] for name in ("stage", "config", "seed", "device")}
+    if declaration.reaches:
+        spec["config"] = spec["config"] | {declaration.reaches: servers}
     spec |= {"inputs": {name: str(folder) for name, folder in inputs.items()}, "out": str(out),
              "work": str(work), "root": str(shop.root), "log": str(log), "result": str(result_path),
-             "key": key, "devices": devices, "runner": shop.runner.name, "network": network,
+             "key": key, "devices": devices, "runner": shop.runner.name, "network": network, "reach": reach,
              "checkpoint_s": 60 * shop.profile.checkpoints.minutes,
              "writes": [str(folder) for folder in writes]}
     write_atomic(spec_path, canonical_json(spec))
     result_path.unlink(missing_ok=True)
     code = shop.runner.run(Call(
-        stage=stage, spec=spec_path, env=environment(shop.root, network), root=shop.root,
-        reads=tuple(inputs.values()), writes=writes, network=network,
+        stage=stage, spec=spec_path, env=environment(shop.root, network, reach), root=shop.root,
+        reads=tuple(inputs.values()), writes=writes, network=network, reach=reach,
         devices=devices, conducts=declaration.conducts))
     if code > SIGNALLED:
         print(f"draftmill: {stage}: stopped (exit code {code}); the same command goes on from where it was",
@@ -129,8 +137,8 @@ def _digest(stage: str, path: Path, digests: Digests) -> str:
 
 
 def _facts(shop: Shop, stage: str, started: float) -> dict[str, Any]:
-    finished = time.time()
-    return {
+    finished, reach = time.time(), shop.servers(stage).get("addresses")
+    return ({"reached": reach} if reach else {}) | {
         "profile": shop.profile.name, "runner": shop.runner.name, **shop.runner.facts(),
         "cpu": _first("/proc/cpuinfo", "model name"), "threads": threads(),
         "driver": _first("/proc/driver/nvidia/version", "NVRM version"),

@@ -1,4 +1,4 @@
-"""Variables that only fetch may see, and the hand over their values in whatever is written."""
+"""Variables that only a stage with a network may see, and the hand over their values in what is written."""
 
 import os
 import re
@@ -7,7 +7,9 @@ from collections.abc import Mapping
 NETWORK_NAMES = re.compile(
     r"HF_TOKEN|HUGGING_FACE_HUB_TOKEN|HF_ENDPOINT|(https?|all|no)_proxy|PIP_.*|SSL_CERT_(FILE|DIR)|"
     r"REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE", re.IGNORECASE)
-PRIVATE_PARTS = re.compile(r"TOKEN|PASSWORD|SECRET", re.IGNORECASE)
+# For a stage that may reach declared servers; no proxies, for they would be a way to others.
+SERVER_NAMES = re.compile(r"TEACHER_API_KEY|SSL_CERT_(FILE|DIR)")
+PRIVATE_PARTS = re.compile(r"TOKEN|PASSWORD|SECRET|API_KEY", re.IGNORECASE)
 SHORTEST = 3  # a password of three letters cannot be told from plain words
 CREDENTIALS_IN_URL = re.compile(r"(?<=://)[^/\s@\"']+(?=@)")
 
@@ -17,9 +19,14 @@ def network_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if NETWORK_NAMES.fullmatch(name)}
 
 
+def server_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that reaching declared servers takes: their key, and certificates."""
+    return {name: value for name, value in environment.items() if SERVER_NAMES.fullmatch(name)}
+
+
 def hide_secrets(text: str) -> str:
     """Return a text without the values of this process's tokens and without credentials in URLs."""
-    for name, value in network_environment(os.environ).items():
+    for name, value in {**network_environment(os.environ), **server_environment(os.environ)}.items():
         if PRIVATE_PARTS.search(name) and value:
             text = text.replace(value, f"[{name}]")
         for credentials in CREDENTIALS_IN_URL.findall(value):

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from stages.wrapper.redaction import network_environment
+from stages.wrapper.redaction import network_environment, server_environment
 
 PASSED = ("PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "TERM", "COLUMNS", "LD_LIBRARY_PATH", "CUDA_HOME",
           "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
@@ -37,6 +37,7 @@ class Call:
         reads: what it reads beside the repository's code.
         writes: paths that it writes.
         network: whether it may meet a network.
+        reach: addresses of servers that it may reach, and no other machine.
         devices: how many GPUs it needs.
         conducts: whether it starts containers itself, and so stays outside of one.
     """
@@ -49,6 +50,7 @@ class Call:
     writes: tuple[Path, ...]
     network: bool
     devices: int
+    reach: tuple[str, ...] = ()
     conducts: bool = False
 
 
@@ -104,7 +106,7 @@ def see_to_its_end(child: "subprocess.Popen[bytes]", kill: Callable[[], object])
     return code if code >= 0 else 128 - code
 
 
-def environment(root: Path, network: bool) -> dict[str, str]:
+def environment(root: Path, network: bool, reach: tuple[str, ...] = ()) -> dict[str, str]:
     """Return a stage's whole environment; tokens, endpoints and proxies only where a network may be met."""
     ours = {name: os.environ[name] for name in PASSED if name in os.environ}
     cache = root / "build" / ".cache"
@@ -112,7 +114,8 @@ def environment(root: Path, network: bool) -> dict[str, str]:
                      "TRITON_CACHE_DIR": str(cache / "triton"),
                      "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor")}
     ours["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{ours.get('PATH', os.defpath)}"
-    return ours | (network_environment(os.environ) if network else OFFLINE)
+    ours |= network_environment(os.environ) if network else OFFLINE
+    return ours | (server_environment(os.environ) if reach else {})
 
 
 def threads() -> int:

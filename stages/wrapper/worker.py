@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         _die_with_input()
     spec = json.loads(options.spec.read_text(encoding="utf-8"))
     job = _job(spec)
-    if options.contained and not spec["network"]:
+    if spec["reach"] or (options.contained and not spec["network"]):
         watch_network(job)
     job.event("started", key=spec["key"])
     try:
@@ -100,7 +100,8 @@ def _job(spec: dict[str, Any]) -> Job:
     inputs = {stage: Path(folder) for stage, folder in spec["inputs"].items()}
     sections = {name: _section(name, value) for name, value in spec["config"].items()}
     return Job(stage=spec["stage"], config=SimpleNamespace(**sections), inputs=inputs, seed=spec["seed"],
-               device=spec["device"], checkpoint_s=spec["checkpoint_s"], runner=spec["runner"], **paths)
+               device=spec["device"], checkpoint_s=spec["checkpoint_s"], runner=spec["runner"],
+               reach=tuple(spec["reach"]), **paths)
 
 
 def _section(name: str, value: object) -> object:
