@@ -1,22 +1,29 @@
 """teacher: the target writes its greedy continuations, with its top-k logprobs, in shards."""
 
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
+
+import torch
 
 from drafter.engine import Engine, Generated, Generation
 from stages.errors import UserError
 from stages.files import link_or_copy, read_jsonl, write_jsonl
 from stages.job import Job
 from stages.models.target import load_target
+from stages.ranks import VARIABLE, Ranks, claimed, ranks_asked
 from stages.training.shards import read_tally, write_shard
-from stages.training.tally import Tally, added, count, report
+from stages.training.tally import added, report
 
 SECTIONS = ("target", "teacher")
 TAKES = ("fetch/{target.source}/*", "data/*.jsonl")
 FILES = ()
 LIBRARIES = ("torch", "safetensors", "gguf")
 EVALUATION_SETS = ("dev", "examples", "heldout")
+LOOK_S = 1.0  # between two looks at what ranks have finished
 
 PromptRow = dict[str, Any]
 
@@ -28,40 +35,114 @@ class Writer(Protocol):
         """Return the greedy continuation of each prompt, with its top-k; an empty one is left out."""
 
 
+@dataclass(frozen=True)
+class Task:
+    """One file to be written: an evaluation set, or a shard of the training prompts."""
+
+    name: str
+    rows: list[PromptRow]
+
+
+@dataclass
+class Pace:
+    """What one process has written, and in how many seconds of generating."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+
+
 def run(job: Job) -> dict[str, object]:
     """Leave one shard for each `shard_rows` training prompts, and the evaluation sets with continuations.
 
-    A shard is the unit of batching and of resume: prompts are sorted by length and cut into shards in that
-    fixed order, and each shard is one batch, so a resumed run gives the same bytes.
+    A shard is the unit of batching, of resume and of what a rank takes: prompts are sorted by length and cut
+    into shards in that fixed order, and each shard is one batch, so a resumed run gives the same bytes, and
+    so do many ranks.
     """
-    settings = job.config.teacher
+    tasks, count = tasks_of(job), ranks_asked(job.device)
+    shards = [task for task in tasks if not task.name.endswith(".jsonl")]
+    prompts, trained = (sum(len(task.rows) for task in part) for part in (tasks, shards))
+    job.say(f"{trained} prompts for training, {prompts - trained} for evaluation; {_hands(job, count)}")
+    missing, pace = [task for task in tasks if not _is_finished(job, task.name)], Pace()
+    write = _written if count == 1 else partial(_side_by_side, count=count)
+    finished = write(job, missing, pace) if missing else iter(())
+    rows = (row for task in finished for row in task.rows)
+    done = prompts - sum(len(task.rows) for task in missing)
+    for _ in job.progress(rows, prompts, unit="prompt", start=done):
+        pass
+    for task in tasks:  # the work folder keeps its own until the record is written
+        link_or_copy(job.work / task.name, job.out / task.name)
+    if pace.seconds:  # no metric: a run that was killed and resumed has the same metrics as one that was not
+        job.say(f"{pace.tokens:,} tokens in {pace.seconds:.1f} s, {pace.tokens / pace.seconds:,.0f} a second")
+    tallies = [read_tally(job.work / task.name) or {} for task in shards]
+    return report(added(tallies)) | {"shards": len(shards)}
+
+
+def tasks_of(job: Job) -> list[Task]:
+    """Return the files to be written, in order: the evaluation sets, then the shards.
+
+    Raises:
+        UserError: there is no prompt to train on.
+    """
     sets = {name: list(read_jsonl(job.inputs["data"] / f"{name}.jsonl")) for name in EVALUATION_SETS}
     rows = list(read_jsonl(job.inputs["data"] / "train.jsonl"))
     if not rows:
         raise UserError("the data stage left no training prompt; look at its counts in data_manifest.json")
-    engine = open_engine(job)
-    tasks = [(f"{name}.jsonl", evaluation) for name, evaluation in sets.items()]
-    tasks += [(f"train-{i:05d}.safetensors", shard) for i, shard in enumerate(cut(rows, settings.shard_rows))]
-    job.say(f"{len(rows)} prompts for training, {sum(map(len, sets.values()))} for evaluation")
-    bar = job.progress([row for _, task in tasks for row in task], unit="prompt")
-    tallies: list[Tally] = []
-    tokens, seconds = 0, 0.0  # of this run alone: what an earlier one left costs nothing now
-    for name, task in tasks:
-        path = job.work / name
+    shards = cut(rows, job.config.teacher.shard_rows)
+    return [Task(f"{name}.jsonl", evaluation) for name, evaluation in sets.items()] + [
+        Task(f"train-{index:05d}.safetensors", shard) for index, shard in enumerate(shards)
+    ]
+
+
+def _hands(job: Job, count: int) -> str:
+    """Say how many ranks there are, and whether there could be more."""
+    here = torch.cuda.device_count() if job.device == "cuda" else 1
+    more = f"; {here} GPUs can be used here, and {VARIABLE}={here} uses all" if here > count else ""
+    return f"{count} rank{'s' * (count > 1)}{more}"
+
+
+def _side_by_side(job: Job, missing: list[Task], pace: Pace, count: int) -> Iterator[Task]:
+    """Have ranks do what is missing, and yield each task when it is finished.
+
+    Raises:
+        Exception: of a rank that died, where none was left to do its part.
+    """
+    with Ranks(job, count, _rank) as ranks:
+        alive = True
+        while alive:
+            alive = ranks.alive(LOOK_S)
+            names = {task.name for task in missing if _is_finished(job, task.name)}
+            yield from (task for task in missing if task.name in names)
+            missing = [task for task in missing if task.name not in names]
+    if missing:
+        raise next(iter(ranks.faults.values()))
+    pace.tokens = sum(one.tokens for one in ranks.answers.values())
+    pace.seconds = max((one.seconds for one in ranks.answers.values()), default=0)
+
+
+def _rank(job: Job) -> Pace:
+    """Do one rank's part; return what it has written."""
+    pace = Pace()
+    for _ in _written(job, tasks_of(job), pace):
+        pass
+    return pace
+
+
+def _written(job: Job, tasks: list[Task], pace: Pace) -> Iterator[Task]:
+    """Do the tasks that fall to this process, and yield each when it is finished."""
+    named, engine = {task.name: task for task in tasks}, open_engine(job)
+    for name in claimed(job.work / "claims", list(named), partial(_is_finished, job)):
+        task = named[name]
         if name.endswith(".jsonl"):
-            _evaluation(job, engine, path, task)
+            _evaluation(job, engine, job.work / name, task.rows)
         else:
-            found, took_s = _shard(job, engine, path, task)
-            tallies.append(found)
-            tokens, seconds = tokens + count(found) * (took_s > 0), seconds + took_s
-        for _ in task:
-            next(bar)
-    next(bar, None)  # past the last row the bar closes
-    for name, _ in tasks:  # the work folder keeps its own until the record is written
-        link_or_copy(job.work / name, job.out / name)
-    if seconds:  # no metric: a run that was killed and resumed has the same metrics as one that was not
-        job.say(f"{tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.0f} a second")
-    return report(added(tallies)) | {"shards": len(tallies)}
+            _shard(job, engine, job.work / name, task.rows, pace)
+        yield task
+
+
+def _is_finished(job: Job, name: str) -> bool:
+    """Say whether this or an earlier, killed run has written a file whole."""
+    path = job.work / name
+    return path.is_file() and (name.endswith(".jsonl") or read_tally(path) is not None)
 
 
 def open_engine(job: Job) -> Writer:
@@ -81,28 +162,19 @@ def cut(rows: list[PromptRow], size: int) -> list[list[PromptRow]]:
     return [ordered[first : first + size] for first in range(0, len(ordered), size)]
 
 
-def _shard(job: Job, engine: Writer, path: Path, rows: list[PromptRow]) -> tuple[Tally, float]:
-    """Make one shard unless an earlier, killed run has: a shard gets its name when it is whole.
-
-    Returns:
-        What its rows are like, and the seconds of generating them; 0 where it was there.
-    """
-    found, seconds = read_tally(path), 0.0
-    if found is None:
-        prompts, partial = [row["prompt"] for row in rows], path.with_suffix(".partial")
-        began = time.monotonic()
-        generated = engine.generate(prompts, _generation(job))
-        seconds = time.monotonic() - began
-        write_shard(partial, prompts, generated, [row["category"] for row in rows])
-        partial.rename(path)
-        found = read_tally(path) or {}
-        job.event("shard", file=path.name, rows=len(rows), tokens=count(found), seconds=round(seconds, 3))
-    return found, seconds
+def _shard(job: Job, engine: Writer, path: Path, rows: list[PromptRow], pace: Pace) -> None:
+    """Make one shard: it gets its name when it is whole."""
+    prompts, unfinished = [row["prompt"] for row in rows], path.with_suffix(".partial")
+    began = time.monotonic()
+    generated = engine.generate(prompts, _generation(job))
+    seconds, tokens = time.monotonic() - began, sum(len(one.tokens) for one in generated)
+    write_shard(unfinished, prompts, generated, [row["category"] for row in rows])
+    unfinished.rename(path)
+    pace.tokens, pace.seconds = pace.tokens + tokens, pace.seconds + seconds
+    job.event("shard", file=path.name, rows=len(rows), tokens=tokens, seconds=round(seconds, 3))
 
 
 def _evaluation(job: Job, engine: Writer, path: Path, rows: list[PromptRow]) -> None:
-    if path.is_file():
-        return
     done: list[PromptRow] = []
     for shard in cut(rows, job.config.teacher.shard_rows):
         generated = engine.generate([row["prompt"] for row in shard], _generation(job))

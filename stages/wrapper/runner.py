@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from stages.wrapper.redaction import network_environment, server_environment
 
 PASSED = ("PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "TERM", "COLUMNS", "LD_LIBRARY_PATH", "CUDA_HOME",
-          "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
+          "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "NPROC")
 FIXED = {
     # libgomp's spinning threads starve each other as soon as anything else is busy.
     "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0",

@@ -7,7 +7,6 @@ The spec is written by `stages.run`; nothing here knows of make, engines or reco
 """
 
 import argparse
-import ctypes
 import importlib
 import json
 import os
@@ -28,10 +27,9 @@ from stages.files import write_json
 from stages.job import Job
 from stages.profile import Profile
 from stages.wrapper.confinement import breach, watch_network
+from stages.wrapper.lifeline import die_with
 from stages.wrapper.redaction import hide_secrets
 from stages.wrapper.unlocked import unlocked
-
-PR_SET_PDEATHSIG = 1
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, _stop)
     if options.parent:
-        _die_with(options.parent)
+        die_with(options.parent)
     if options.contained:
         _die_with_input()
     spec = json.loads(options.spec.read_text(encoding="utf-8"))
@@ -72,13 +70,6 @@ def main(argv: list[str] | None = None) -> int:
               file=sys.stderr)
         return 1
     return 0
-
-
-def _die_with(parent: int) -> None:
-    """Let the kernel end this process when the one that holds the lock dies."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        sys.exit(143)
 
 
 def _die_with_input() -> None:
