@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGUFWriter
-from test_serve import WHEEL, write_wheelhouse
+from outputs import WHEEL, write_wheelhouse
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
