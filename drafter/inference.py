@@ -15,7 +15,7 @@ from drafter.model import Decoder, rotary_tables
 from drafter.plain import Attend, Heads, NewTokens, Pair
 from drafter.trial import trusted
 
-ARRIVALS = 512  # as many as kernels.PROGRAMS
+ARRIVALS = 256  # as many as kernels.PROGRAMS
 
 
 @dataclass(frozen=True)

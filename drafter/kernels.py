@@ -12,10 +12,10 @@ from torch import Tensor
 from drafter.plain import FEW, Heads, NewTokens, Pair
 
 TILE_ROWS = 16   # the least that a matrix product takes: queries that share a key head are padded to it
-COLUMNS = 64     # of the cache, read at a time
+COLUMNS = 32     # of the cache, read at a time
 WARPS = 4
 STAGES = 3       # blocks of columns that are on their way at a time
-PROGRAMS = 512   # of one attention: rows are split over their context until there are so many ...
+PROGRAMS = 256   # of one attention: rows are split over their context until there are so many ...
 SPLITS = 16      # ... but no finer than this
 GATED = 1024     # elements of a gate that one program does
 
@@ -123,10 +123,10 @@ def _weights(heads: Heads) -> tuple[Tensor, Tensor]:
 def _attend(qkv, q_weight, k_weight, cosine, sine, keys, values, firsts, sizes, lengths, slots, out, mixes,
             stats, arrived, splits, eps, scale, stride_slot, stride_head, HEADS: tl.constexpr,
             KV_HEADS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, NEW: tl.constexpr,
-            BLOCK: tl.constexpr, SPLIT: tl.constexpr, NORM: tl.constexpr):
+            BLOCK: tl.constexpr, MOST: tl.constexpr, LINES: tl.constexpr, NORM: tl.constexpr):
     # One program attends from a row's new tokens, by the query heads that share a key head, to one part of
     # the row's context; the first part has the new tokens themselves. Whichever of a row's parts is done last
-    # puts them together, always in the same order.
+    # puts them together, all at once and always in the same order.
     row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     group: tl.constexpr = HEADS // KV_HEADS
     width: tl.constexpr = (HEADS + 2 * KV_HEADS) * DIM
@@ -170,34 +170,34 @@ def _attend(qkv, q_weight, k_weight, cosine, sine, keys, values, firsts, sizes, 
         total = total * kept + tl.sum(weights, axis=1)
         mixed = mixed * kept[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
         best = better
-    to = out + ((first + token) * HEADS + query_head)[:, None] * DIM + dim[None, :]
-    if SPLIT:
+    if MOST > 1:
         own = row * KV_HEADS + head
-        mix_place = line[:, None] * DIM + dim[None, :]
-        tl.store(mixes + (own * splits + part) * TILE * DIM + mix_place, mixed)
-        tl.store(stats + (own * splits + part) * 2 * TILE + line, best)
-        tl.store(stats + (own * splits + part) * 2 * TILE + TILE + line, total)
+        mix_place = (own * splits + part) * LINES * DIM + line[:, None] * DIM + dim[None, :]
+        tl.store(mixes + mix_place, mixed, mask=(line < LINES)[:, None])
+        stat_place = stats + (own * splits + part) * 2 * LINES + line
+        tl.store(stat_place, best, mask=line < LINES)
+        tl.store(stat_place + LINES, total, mask=line < LINES)
         tl.debug_barrier()
         if tl.atomic_add(arrived + own, 1, sem="acq_rel") == splits - 1:
             tl.debug_barrier()
-            best = tl.full((TILE,), float("-inf"), tl.float32)
-            total = tl.zeros((TILE,), tl.float32)
-            mixed = tl.zeros((TILE, DIM), tl.float32)
-            for other in range(0, splits):
-                stat = stats + (own * splits + other) * 2 * TILE + line
-                its_best = tl.load(stat, cache_modifier=".cg")
-                its_total = tl.load(stat + TILE, cache_modifier=".cg")
-                its_mix = tl.load(mixes + (own * splits + other) * TILE * DIM + mix_place,
-                                  cache_modifier=".cg")
-                # The first part has seen a token, so from then on there is a finite best.
-                better = tl.maximum(best, its_best)
-                kept, taken = tl.exp(best - better), tl.exp(its_best - better)
-                total = total * kept + its_total * taken
-                mixed = mixed * kept[:, None] + its_mix * taken[:, None]
-                best = better
-            tl.store(to, (mixed / total[:, None]).to(query.dtype), mask=real[:, None])
+            other, few = tl.arange(0, MOST)[:, None], tl.arange(0, LINES)[None, :]
+            stat = stats + (own * splits + other) * 2 * LINES + few
+            made = (other < splits) & (few < LINES)
+            bests = tl.load(stat, mask=made, other=float("-inf"), cache_modifier=".cg")
+            totals = tl.load(stat + LINES, mask=made, other=0.0, cache_modifier=".cg")
+            part_place = ((own * splits + other) * LINES + few)[:, :, None] * DIM + dim[None, None, :]
+            parts = tl.load(mixes + part_place, mask=made[:, :, None], other=0.0, cache_modifier=".cg")
+            # The first part has seen a token, so there is a finite best.
+            kept = tl.exp(bests - tl.max(bests, axis=0)[None, :])
+            whole = tl.sum(totals * kept, axis=0)
+            mean = tl.sum(parts * kept[:, :, None], axis=0) / whole[:, None]
+            few = tl.arange(0, LINES)
+            to = (first + few // group) * HEADS + head * group + few % group
+            tl.store(out + to[:, None] * DIM + dim[None, :], mean.to(query.dtype),
+                     mask=(few // group < size)[:, None])  # fmt: skip
             tl.store(arrived + own, 0)
     else:
+        to = out + ((first + token) * HEADS + query_head)[:, None] * DIM + dim[None, :]
         tl.store(to, (mixed / total[:, None]).to(query.dtype), mask=real[:, None])
 
 
@@ -218,18 +218,18 @@ def attend(qkv_nd: Tensor, heads: Heads, cached: Pair, new: NewTokens, arrived: 
     told = (qkv_nd, new.firsts_b, new.sizes_b, new.lengths_b, new.slots_b, keys_skcd, values_skcd)
     if not all(part.is_contiguous() for part in told):
         raise ValueError("a kernel reads contiguous tensors only")
-    group = heads.count // heads.kv_count
-    tile = max(TILE_ROWS, triton.next_power_of_2(FEW * group))
+    lines = triton.next_power_of_2(FEW * heads.count // heads.kv_count)
     splits = split_of(rows, heads.kv_count)
-    parts = rows * heads.kv_count * splits if splits > 1 else 0
-    mixes = torch.empty(parts * tile * heads.dim, dtype=torch.float32, device=qkv_nd.device)
-    stats = torch.empty(parts * 2 * tile, dtype=torch.float32, device=qkv_nd.device)
+    parts = rows * heads.kv_count * splits * lines if splits > 1 else 0
+    mixes = torch.empty(parts * heads.dim, dtype=torch.float32, device=qkv_nd.device)
+    stats = torch.empty(parts * 2, dtype=torch.float32, device=qkv_nd.device)
     out_nd = qkv_nd.new_empty(len(qkv_nd), heads.count * heads.dim)
     _attend[(rows, heads.kv_count, splits)](
         qkv_nd, *_weights(heads), heads.cosine_pd, heads.sine_pd, keys_skcd, values_skcd, new.firsts_b,
         new.sizes_b, new.lengths_b, new.slots_b, out_nd, mixes, stats, arrived, splits, heads.eps,
         heads.dim**-0.5, keys_skcd.stride(0), keys_skcd.stride(1), HEADS=heads.count, KV_HEADS=heads.kv_count,
-        DIM=heads.dim, TILE=tile, NEW=TILE_ROWS, BLOCK=COLUMNS, SPLIT=splits > 1,
+        DIM=heads.dim, TILE=max(TILE_ROWS, lines), NEW=TILE_ROWS, BLOCK=COLUMNS,
+        MOST=triton.next_power_of_2(SPLITS) if splits > 1 else 1, LINES=lines,
         NORM=heads.q_weight is not None, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     return out_nd
