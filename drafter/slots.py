@@ -104,16 +104,37 @@ class Slots:
         self.asked = [0] * len(self.asked)
 
     def _best(self, request: list[int]) -> tuple[int, int]:
-        lengths = [common_prefix(request, tokens) for tokens in self.tokens]
-        best = max(lengths)
+        """Return the slot with the longest common prefix, and its length.
+
+        A slot can only match further than the best so far if it agrees on the token just behind that, so most
+        are passed over at one look; what continues a slot's last request is looked at first.
+        """
+        best = 0
+        for slot in sorted(range(len(self.tokens)), key=lambda s: not self._continues(request, s)):
+            tokens = self.tokens[slot]
+            if best < min(len(tokens), len(request)) and tokens[best] == request[best]:
+                best = max(best, common_prefix(request, tokens))
         # Among equal matches the one held in full is preferred: it can be extended in place.
-        slot = min(range(len(lengths)), key=lambda s: (-lengths[s], self.asked[s]))
-        return slot, best
+        equal = [s for s, tokens in enumerate(self.tokens) if _begins(tokens, request, best)]
+        return min(equal, key=lambda s: self.asked[s]), best
+
+    def _continues(self, request: list[int], slot: int) -> bool:
+        last = self.asked[slot] - 1
+        return 0 <= last < len(request) and self.tokens[slot][last] == request[last]
 
     @staticmethod
     def _reusable(request: list[int], length: int) -> int:
         # The last token always runs again: its hidden state gives the first drafted token.
         return min(length, len(request) - 1)
+
+
+def _begins(tokens: list[int], request: list[int], length: int) -> bool:
+    """Whether two sequences share their first `length` tokens; one holds as many."""
+    if not length:
+        return True
+    if len(tokens) < length or tokens[length - 1] != request[length - 1]:
+        return False
+    return tokens[:length] == request[:length]
 
 
 def common_prefix(left: list[int], right: list[int]) -> int:
