@@ -1,38 +1,34 @@
 """teacher: the target writes its greedy continuations, with its top-k logprobs, in shards."""
 
+import importlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, cast
 
 import torch
 
-from drafter.engine import Engine, Generated, Generation
+from drafter.engine import Generation
 from stages.errors import UserError
-from stages.files import link_or_copy, read_jsonl, write_jsonl
+from stages.files import canonical_json, link_or_copy, read_jsonl, write_jsonl
 from stages.job import Job
-from stages.models.target import load_target
 from stages.ranks import VARIABLE, Ranks, claimed, ranks_asked
-from stages.training.shards import read_tally, write_shard
+from stages.training.shards import read_origin, read_tally, write_shard
 from stages.training.tally import added, report
+from stages.writers import Writer
 
 SECTIONS = ("target", "teacher")
 TAKES = ("fetch/{target.source}/*", "data/*.jsonl")
 FILES = ()
 LIBRARIES = ("torch", "safetensors", "gguf")
+PLUGINS = (("teacher.engine", "stages.writers"),)
+REACHES = "servers"
 EVALUATION_SETS = ("dev", "examples", "heldout")
 LOOK_S = 1.0  # between two looks at what ranks have finished
 
 PromptRow = dict[str, Any]
-
-
-class Writer(Protocol):
-    """What continues the prompts of a shard: the engine in this process, or something of its like."""
-
-    def generate(self, prompts: list[list[int]], settings: Generation) -> list[Generated]:
-        """Return the greedy continuation of each prompt, with its top-k; an empty one is left out."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +70,7 @@ def run(job: Job) -> dict[str, object]:
     if pace.seconds:  # no metric: a run that was killed and resumed has the same metrics as one that was not
         job.say(f"{pace.tokens:,} tokens in {pace.seconds:.1f} s, {pace.tokens / pace.seconds:,.0f} a second")
     tallies = [read_tally(job.work / task.name) or {} for task in shards]
-    return report(added(tallies)) | {"shards": len(shards)}
+    return report(added(tallies)) | _origins(job) | {"shards": len(shards)}
 
 
 def tasks_of(job: Job) -> list[Task]:
@@ -151,9 +147,15 @@ def open_engine(job: Job) -> Writer:
     Raises:
         UserError: the target's files are missing, damaged or of another shape.
     """
-    settings, target = job.config.teacher, job.config.target
-    decoder = load_target(job.inputs["fetch"] / target.source, target.format, settings.dtype, job.device)
-    return Engine(decoder, settings.context_tokens, token_limit=target.token_count)
+    module = importlib.import_module(f"stages.writers.{job.config.teacher.engine}")
+    return cast(Writer, module.open_writer(job))
+
+
+def _origins(job: Job) -> dict[str, object]:
+    """Return what the record says of a writer whose text cannot be written again from the record alone."""
+    shards = sorted(job.out.glob("train-*.safetensors"))
+    found = {canonical_json(one): one for path in shards for one in read_origin(path)}
+    return {"rederivable": False, "servers": [found[text] for text in sorted(found)]} if found else {}
 
 
 def cut(rows: list[PromptRow], size: int) -> list[list[PromptRow]]:
@@ -168,7 +170,7 @@ def _shard(job: Job, engine: Writer, path: Path, rows: list[PromptRow], pace: Pa
     began = time.monotonic()
     generated = engine.generate(prompts, _generation(job))
     seconds, tokens = time.monotonic() - began, sum(len(one.tokens) for one in generated)
-    write_shard(unfinished, prompts, generated, [row["category"] for row in rows])
+    write_shard(unfinished, prompts, generated, [row["category"] for row in rows], engine.origin())
     unfinished.rename(path)
     pace.tokens, pace.seconds = pace.tokens + tokens, pace.seconds + seconds
     job.event("shard", file=path.name, rows=len(rows), tokens=tokens, seconds=round(seconds, 3))

@@ -10,13 +10,17 @@ from typing import Any
 import pytest
 import torch
 from completions_server import Body, Completions, completions
-from mill import SIZE, STOP, write_target
+from mill import SIZE, STOP, Mill, finished, write_target
+from safetensors import safe_open
+from safetensors.torch import load_file
+from workshop import Workshop
 
 from drafter.engine import Engine, Generation
 from stages.errors import UserError
 from stages.job import Job
 from stages.models.target import load_target
 from stages.profile import Servers
+from stages.wrapper.record import key_of, run_of
 from stages.writers import openai
 from stages.writers.contract import first_repeat
 
@@ -269,3 +273,119 @@ def test_a_key_opens_and_its_lack_is_told(engine: Engine, tmp_path: Path,
         monkeypatch.setenv("TEACHER_API_KEY", KEY)
         assert fleet(tmp_path, held).generate([[5, 6, 7]], SETTINGS)
     assert held.keys == {None, f"Bearer {KEY}"}
+
+
+def through_servers(mill: Mill, *servers: Completions) -> Mill:
+    """The same repository, its teacher asking servers."""
+    addresses = json.dumps([held.address for held in servers])
+    mill.replace("profiles/toy.toml", "stop_on_repeat = 4\n", 'stop_on_repeat = 4\nengine = "openai"\n')
+    mill.replace("profiles/toy.toml", "[start]\n", f"[servers]\naddresses = {addresses}\n[start]\n")
+    return mill
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Mill:
+    return finished(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def target(whole: Mill) -> Engine:
+    return Engine(load_target(whole.root / "vendor" / "toy", "gguf", "float32", "cpu"), 1560)
+
+
+def assert_same_text(ours: Mill, theirs: Mill) -> None:
+    names = sorted(theirs.files("teacher"))
+    assert sorted(ours.files("teacher")) == names
+    for name in names:
+        one, other = (mill.folder("teacher") / name for mill in (ours, theirs))
+        if name.endswith(".jsonl"):
+            assert one.read_bytes() == other.read_bytes()
+            continue
+        found, expected = load_file(one), load_file(other)
+        for key, tensor in expected.items():
+            if key == "topk_logprobs":
+                torch.testing.assert_close(found[key], tensor, atol=2e-3, rtol=2e-3)
+            else:
+                assert torch.equal(found[key], tensor), f"{name}: {key}"
+
+
+def test_the_stage_through_servers_gives_the_engines_text_and_says_whose_it_is(
+        whole: Mill, target: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEACHER_API_KEY", KEY)
+    with completions(target, key=KEY) as one, completions(target, key=KEY) as other:
+        mill = through_servers(whole.copy(tmp_path / "mill"), one, other)
+        said = mill.run("teacher")
+        assert one.prompts
+        assert other.prompts
+        mill.replace("profiles/toy.toml", f'"{one.address}", ', "")
+        assert "runs, because" not in mill.run("teacher"), "another address is no other text"
+    assert_same_text(mill, whole)
+    facts = [{"address": held.address, "model": MODEL, "protocol": "vllm", "version": "0.28.0"}
+             for held in (one, other)]
+    metrics = mill.metrics("teacher")
+    assert metrics.pop("rederivable") is False
+    assert metrics.pop("servers") == sorted(facts, key=lambda fact: fact["address"])
+    assert metrics.keys() == whole.metrics("teacher").keys()
+    assert run_of(mill.record("teacher"))["reached"] == [one.address, other.address]
+    assert "reached" not in run_of(whole.record("teacher"))
+    assert key_of(mill.record("teacher")) != key_of(whole.record("teacher"))
+    with safe_open(mill.folder("teacher") / "train-00000.safetensors", framework="pt") as shard:
+        assert all(fact in facts for fact in json.loads(shard.metadata()["origin"]))
+    written = [path.read_bytes() for path in (mill.root / "logs").rglob("*") if path.is_file()]
+    written += mill.files("teacher").values()
+    assert not any(KEY.encode() in content for content in [*written, said.encode()])
+
+
+def test_a_server_that_echoes_the_key_does_not_bring_it_into_a_log(
+        whole: Mill, target: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEACHER_API_KEY", KEY)
+    with completions(target, spoil=edit("model", to=f"for {KEY}")) as held:
+        mill = through_servers(whole.copy(tmp_path / "mill"), held)
+        said = mill.run("teacher", code=2)
+    assert "answers as 'for [TEACHER_API_KEY]', where" in said
+    assert KEY not in said + (mill.root / "logs" / "toy" / "teacher.log").read_text()
+
+
+def test_a_killed_run_asks_for_no_finished_shard_again(whole: Mill, target: Engine, tmp_path: Path) -> None:
+    sizes = [len((whole.folder("data") / f"{name}.jsonl").read_text().splitlines())
+             for name in ("dev", "examples", "heldout")]
+    with completions(target, orders=[""] * (sum(sizes) + 20) + ["hold"] * 99) as held:
+        mill = through_servers(whole.copy(tmp_path / "mill"), held)
+        mill.forget("teacher")
+        mill.kill("teacher", lambda: len(held.asked) >= sum(sizes) + 21, 0, "worker")
+        assert len(mill.work("teacher", "train-*.safetensors")) == 2
+        held.orders.clear()
+        held.released.set()
+        held.prompts.clear()
+        mill.run("teacher")
+    rows = map(json.loads, (mill.folder("data") / "train.jsonl").read_text().splitlines())
+    ordered = sorted(rows, key=lambda row: (len(row["prompt"]), row["id"]))
+    assert sorted(held.prompts) == sorted(row["prompt"] for row in ordered[16:])
+    assert_same_text(mill, whole)
+
+
+def test_a_stage_with_servers_reaches_them_alone_and_only_it_gets_their_key(tmp_path: Path) -> None:
+    workshop = Workshop(tmp_path / "house")
+    look = ('    import os, socket\n    seen = sorted(set(os.environ) & {"TEACHER_API_KEY", "HF_TOKEN"})\n'
+            '    (job.out / "seen.txt").write_text(" ".join(seen))\n')
+    for stage in ("data", "distill"):
+        workshop.replace(f"stages/{stage}.py", "    count(job)\n", f"    count(job)\n{look}")
+    with completions(None) as one, completions(None) as other:  # type: ignore[arg-type]
+        port = one.address.rpartition(":")[2]
+        workshop.write("profiles/toy.toml", f'extends = "smollm2"\n[teacher]\nengine = "openai"\n[servers]\n'
+                                            f'addresses = ["http://localhost:{port}"]\n')
+        workshop.replace("stages/distill.py", 'SECTIONS =', 'REACHES = "servers"\nSECTIONS =')
+        connect = "    socket.create_connection(('{}', {}), 5).close()\n"
+        workshop.replace("stages/distill.py", look, look + connect.format("localhost", port))
+        environment = {"TEACHER_API_KEY": KEY, "HF_TOKEN": "hf_CANARYcanaryCANARY000"}
+        workshop.run("distill", "--with-upstream", **environment)
+        seen = {stage: (workshop.root / "build/toy" / stage / "seen.txt").read_text()
+                for stage in ("data", "distill")}
+        assert seen == {"data": "", "distill": "TEACHER_API_KEY"}
+        assert run_of(workshop.record("distill"))["reached"] == [f"http://localhost:{port}"]
+        undeclared = other.address.rpartition(":")[2]
+        workshop.replace("stages/distill.py", connect.format("localhost", port),
+                         connect.format("127.0.0.1", undeclared))
+        said = workshop.run("distill", code=2, **environment)
+    assert (f"distill: tried to reach 127.0.0.1:{undeclared}; this stage may reach http://localhost:{port}"
+            in said)

@@ -2,8 +2,9 @@
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -13,18 +14,19 @@ from drafter import tensorfile
 from drafter.engine import Generated
 from stages.training.tally import Tally, tally
 
-TALLY = "tally"
+TALLY, ORIGIN = "tally", "origin"
 
 
 def write_shard(path: Path, prompts: list[list[int]], generated: list[Generated],
-                categories: Sequence[str] = ()) -> None:
-    """Write rows to one shard, its tally in the header; rows without a token are left out.
+                categories: Sequence[str] = (), origin: Sequence[Mapping[str, Any]] = ()) -> None:
+    """Write rows to one shard, tally and origin in the header; rows without a token are left out.
 
     Args:
         path: where to.
         prompts: token ids.
         generated: a continuation of each.
         categories: of each; all the same unless given.
+        origin: who wrote them, if that is no function of the record.
     """
     kept = [(prompt, row) for prompt, row in zip(prompts, generated, strict=True) if row.tokens]
     width = kept[0][1].topk_ids.shape[1] if kept else 0
@@ -37,7 +39,8 @@ def write_shard(path: Path, prompts: list[list[int]], generated: list[Generated]
         "topk_logprobs": torch.cat([torch.zeros(0, width), *(row.topk_logprobs for _, row in kept)]).half(),
     }
     found = tally(categories or [""] * len(prompts), generated)
-    tensorfile.save(tensors, path, {TALLY: json.dumps(found, sort_keys=True)})
+    told = {ORIGIN: json.dumps(list(origin), sort_keys=True)} if origin else {}
+    tensorfile.save(tensors, path, {TALLY: json.dumps(found, sort_keys=True)} | told)
 
 
 def read_tally(path: Path) -> Tally | None:
@@ -48,6 +51,13 @@ def read_tally(path: Path) -> Tally | None:
     except (SafetensorError, OSError, KeyError):
         return None
     return {category: Counter(counts) for category, counts in found.items()}
+
+
+def read_origin(path: Path) -> list[dict[str, Any]]:
+    """Return who wrote a whole shard's rows; nothing where the record says how to write them again."""
+    with safe_open(path, framework="pt") as shard:
+        found: list[dict[str, Any]] = json.loads((shard.metadata() or {}).get(ORIGIN, "[]"))
+    return found
 
 
 def _joined(lists: list[list[int]]) -> Tensor:

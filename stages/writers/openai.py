@@ -6,6 +6,7 @@ part; an answer that breaks the contract stops the run, for what a wrong server 
 
 import asyncio
 import json
+import multiprocessing
 import os
 import ssl
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from stages.errors import UserError
 from stages.job import Job
 from stages.profile import Servers
 from stages.upstream.retries import BUSY, retry_after_s
+from stages.wrapper.confinement import watch_network
 from stages.wrapper.redaction import hide_secrets
 from stages.writers.contract import checked
 from stages.writers.protocols import DIALECTS, AnswerError, served, version
@@ -255,5 +257,7 @@ def _faults(timeout_s: float) -> Iterator[None]:
 
 def open_writer(job: Job) -> Fleet:
     """Return the writer that asks the profile's servers; it meets them with the first prompts."""
+    if multiprocessing.parent_process() is not None:  # a rank: a process of its own, not watched yet
+        watch_network(job)
     target = job.config.target
     return Fleet(job.config.servers, target.name, target.token_count, job)
