@@ -166,8 +166,8 @@ class Servers(Section):
     """Completion servers that hold the target, for teacher.engine = "openai". No part of any key.
 
     Nothing else may be reached. A server must serve the target under target.name. `protocol` is how it takes
-    and gives token ids, `in_flight` the prompts it is asked at once, and `timeout_s` what one may take. An
-    API key comes from the environment: TEACHER_API_KEY.
+    and gives token ids, `in_flight` the prompts that a rank asks it at once, and `timeout_s` what one may
+    take. An API key comes from the environment: TEACHER_API_KEY.
     """
 
     addresses: tuple[Address, ...] = ()
