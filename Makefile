@@ -13,7 +13,7 @@ PY := $(if $(filter system,$(RUNNER)),python3,.venv/bin/python)
 .DEFAULT_GOAL := help
 # Goals one after the other even under -j: `make -j8 clean all` is clean, then all.
 .NOTPARALLEL:
-.PHONY: help all install plan $(STAGES) rehearse size-check verify report serve plan-bits inspect bench-train bench-resume bench-bits bench-serve bench-tau bench-teacher test lint lock lock-sources images base-image clean clean-all
+.PHONY: help all install plan $(STAGES) rehearse size-check verify report serve plan-bits inspect bench-train bench-resume bench-bits bench-serve bench-tau bench-variety bench-data bench-teacher test lint lock lock-sources images base-image clean clean-all
 
 # Run $(1) with the first Python 3.12 that really runs (a pyenv shim may be on PATH and refuse).
 define with_python_312
@@ -76,8 +76,12 @@ bench-serve: install ## drafting beside transformers and the floor, and a whole 
 	@$(PY) -m benchmarks.serve
 bench-teacher: install ## the teacher's generation beside transformers and the floor; one GPU
 	@$(PY) -m benchmarks.teacher
-bench-tau: install ## tau per byte of every codec, real files, one GPU (SECONDS=1500)
+bench-tau: install ## tau per byte of every codec, real files, on all GPUs (SECONDS=1500)
 	@$(PY) -m benchmarks.tau $(if $(SECONDS),--seconds $(SECONDS))
+bench-variety: install ## what each source of prompts is worth, on all GPUs (STEPS=300)
+	@$(PY) -m benchmarks.variety $(if $(STEPS),--steps $(STEPS))
+bench-data: install ## the data stage at a million made-up prompts: speed and memory
+	@$(PY) -m benchmarks.data 1000000
 lint: install ## ruff and mypy
 	@$(PY) -m ruff check
 	@$(PY) -m mypy

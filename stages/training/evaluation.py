@@ -5,7 +5,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from drafter.replay import Conversation, Tau, simulate, summary
+from drafter.replay import Conversation, Steps, Tau, simulate, summary
 from stages.training.batches import collate, cut
 from stages.training.network import Network
 from stages.training.rows import Row
@@ -14,15 +14,19 @@ BATCH_TOKENS = 8192
 
 
 def simulated_tau(network: Network, conversations: list[Conversation], device: str) -> Tau:
-    """Simulate tau of the weights that a network holds; only choices leave the device."""
+    """Simulate tau of the weights that a network holds."""
+    return summary(conversations, simulated_steps(network, conversations, device))
+
+
+def simulated_steps(network: Network, conversations: list[Conversation], device: str) -> list[Steps]:
+    """Return the steps that a network would take on each conversation; only choices leave the device."""
     rows = [_row(conversation) for conversation in conversations]
     sizes = torch.tensor([len(row.prompt) + len(row.continuation) - 1 for row in rows])
     choices: list[Tensor] = []
     for part in _parts(rows, cut(sizes, max(BATCH_TOKENS, int(sizes.max())))):
         found = network.choices(collate(part).to(device)).cpu()
         choices += torch.split(found, [len(row.continuation) for row in part])
-    steps = [simulate(choice == row.continuation) for choice, row in zip(choices, rows, strict=True)]
-    return summary(conversations, steps)
+    return [simulate(choice == row.continuation) for choice, row in zip(choices, rows, strict=True)]
 
 
 def _row(conversation: Conversation) -> Row:
