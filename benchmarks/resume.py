@@ -1,11 +1,11 @@
 """bench-resume: what a kill costs a training, and how far two undisturbed trainings are apart.
 
-Usage: python -m benchmarks.resume --profile smollm2-gpu [--steps 120]
+Usage: python -m benchmarks.resume --profile smollm2-gpu [--kinds deterministic] [--steps 100]
 
-Takes drafter, shards and dev of a profile that was built. Trains the drafter on: twice undisturbed and once
-killed (SIGKILL) at three random moments and resumed, with the fastest algorithms and with deterministic ones.
-The largest difference of any weight between the two undisturbed runs is the noise; the killed run is held to
-it, and with deterministic algorithms to the same bytes.
+Takes drafter, shards and dev of a profile that was built, or of other folders. Trains the drafter on: twice
+undisturbed and once killed (SIGKILL) at three random moments and resumed, with deterministic algorithms and
+with the fastest ones, one process at a time. The killed run is held to the same bytes with deterministic
+algorithms, and else to the largest difference of any weight between the two undisturbed runs: the noise.
 """
 
 import argparse
@@ -33,42 +33,53 @@ from stages.training.rows import read_rows
 from stages.training.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parent.parent
-KINDS = {"fastest": False, "deterministic": True}
+KINDS = {"deterministic": True, "fastest": False}
+DEV_CONVERSATIONS = 24
 KILLS = 3
 
 
-def train(build: Path, folder: Path, steps: int, deterministic: bool) -> None:
+def train(options: argparse.Namespace, folder: Path, deterministic: bool) -> None:
     """Train in this process, from the newest checkpoint in the folder, and leave result.safetensors there."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    folder.mkdir(parents=True, exist_ok=True)
-    start = read_drafter(build / "distill")
-    settings = Training(dtype="bfloat16", steps=steps, batch_tokens=16_384 if device == "cuda" else 640,
-                        learning_rate=5e-4, warmup_steps=steps // 10, deterministic=deterministic)
-    job = Job("bench", None, {}, folder, folder, folder, 0, device, folder / "log", checkpoint_s=1.0)
+    start = read_drafter(options.drafter)
+    settings = Training(dtype="bfloat16", steps=options.steps, learning_rate=5e-4,
+                        batch_tokens=8_192 if device == "cuda" else 640, warmup_steps=options.steps // 10,
+                        deterministic=deterministic)
+    job = Job("bench", None, {}, folder, folder, folder, 0, device, folder / "log", checkpoint_s=0.5)
     trainer = Trainer(job, settings, start.config, start.weights, measured=False)
-    metrics = trainer.train(read_rows(build / "teacher"), read_conversations(build / "teacher" / "dev.jsonl"))
+    dev = read_conversations(options.teacher / "dev.jsonl")[:DEV_CONVERSATIONS]
+    metrics = trainer.train(read_rows(options.teacher), dev)
     finished = {name: weight.cpu() for name, weight in trainer.finished().items()}
     save_file(finished, folder / "result.safetensors", metadata={"tau": str(metrics["tau_dev"]["tau"])})
 
 
 def start_process(options: argparse.Namespace, folder: Path, kind: str) -> "subprocess.Popen[bytes]":
-    """Train in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.resume", "--profile", options.profile, "--steps",
-               str(options.steps), "--into", str(folder), "--kind", kind]
-    environment = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    """Train in a process of its own, with the compilers' caches that the first one filled."""
+    command = [sys.executable, "-m", "benchmarks.resume", "--drafter", str(options.drafter), "--teacher",
+               str(options.teacher), "--steps", str(options.steps), "--into", str(folder), "--kinds", kind]
+    caches = ROOT / "build" / ".cache"
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
+                   "TRITON_CACHE_DIR": str(caches / "triton")} | os.environ | {
+                   "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # fmt: skip
     said = (folder.parent / f"{folder.name}.log").open("ab")
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=said, stderr=said)
 
 
+def undisturbed(options: argparse.Namespace, folder: Path, kind: str) -> None:
+    """Train in one process to the end."""
+    if start_process(options, folder, kind).wait():
+        fail(folder)
+
+
 def killed(options: argparse.Namespace, folder: Path, kind: str) -> list[int]:
     """Train in processes that are killed once they are past random steps; return the steps killed at."""
-    marks = sorted(random.Random(kind).sample(range(options.steps // 10, options.steps - 5), KILLS))
+    marks = sorted(random.Random(kind).sample(range(options.steps // 10, options.steps * 3 // 4), KILLS))
     seen = []
     for mark in [*marks, None]:
-        process = start_process(options, folder, kind)
+        process, first = start_process(options, folder, kind), newest(folder)
         while process.poll() is None:
             step = newest(folder)
-            if mark is not None and step >= mark:
+            if mark is not None and step >= mark and step > first:
                 process.send_signal(signal.SIGKILL)
                 seen.append(step)
                 break
@@ -104,24 +115,22 @@ def tau(folder: Path) -> float:
         return round(float(result.metadata()["tau"]), 4)
 
 
-def measure(options: argparse.Namespace, place: Path) -> dict[str, Any]:
-    """Run all trainings and compare them."""
+def measure(options: argparse.Namespace, place: Path) -> None:
+    """Run all trainings, compare them, and write down each kind as it ends."""
     found: dict[str, Any] = {"steps": options.steps, "profile": options.profile}
-    for kind in KINDS:
+    for kind in options.kinds:
         folders = [place / f"{kind}-{name}" for name in ("first", "second", "killed")]
         for folder in folders:
             folder.mkdir()
-        runs = [start_process(options, folder, kind) for folder in folders[:2]]
+        for folder in folders[:2]:
+            undisturbed(options, folder, kind)
         at = killed(options, folders[2], kind)
-        for run, folder in zip(runs, folders, strict=False):
-            if run.wait():
-                fail(folder)
         found[kind] = {
             "undisturbed": compare(folders[0], folders[1]), "killed": compare(folders[0], folders[2]),
             "killed_past_steps": at, "tau_dev": [tau(folder) for folder in folders],
         }
         print(kind, json.dumps(found[kind]), flush=True)
-    return found
+        write_results("resume", machine(f"python -m benchmarks.resume --profile {options.profile}") | found)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -129,21 +138,25 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", default="smollm2-gpu", help="its distill and teacher have run")
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--drafter", type=Path, help="folder of a drafter, instead of the profile's")
+    parser.add_argument("--teacher", type=Path, help="folder of shards, instead of the profile's")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="which algorithms")
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--kind", choices=KINDS, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     build = ROOT / "build" / options.profile
-    if not (build / "distill" / "drafter.safetensors").is_file():
-        print(f"draftmill: {build} has no drafter yet; run make distill PROFILE={options.profile}",
-              file=sys.stderr)
-        return 2
+    options.drafter = (options.drafter or build / "distill").resolve()
+    options.teacher = (options.teacher or build / "teacher").resolve()
+    for folder, name in ((options.drafter, "drafter.safetensors"), (options.teacher, "dev.jsonl")):
+        if not (folder / name).is_file():
+            print(f"draftmill: {folder} has no {name} yet; run make distill PROFILE={options.profile}",
+                  file=sys.stderr)
+            return 2
     if options.into:
-        train(build, options.into, options.steps, KINDS[options.kind])
+        train(options, options.into, KINDS[options.kinds[0]])
         return 0
     with tempfile.TemporaryDirectory() as name:
-        found = measure(options, Path(name))
-    write_results("resume", machine(f"python -m benchmarks.resume --profile {options.profile}") | found)
+        measure(options, Path(name))
     return 0
 
 
