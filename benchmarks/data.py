@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,10 +37,10 @@ def rows(_source: Any, context: Context) -> Iterator[Row]:
     rng = random.Random(context.job.seed)
     alphabet = "etaoinshrdlucmfwypvbgk"
     vocabulary = ["".join(rng.choices(alphabet, k=rng.randint(2, 9))) for _ in range(WORDS)]
-    weights = [1 / place for place in range(1, WORDS + 1)]
+    weights = list(accumulate(1 / place for place in range(1, WORDS + 1)))
     number = 0
     while True:
-        texts = [" ".join(rng.choices(vocabulary, weights, k=rng.randint(*TURN_WORDS)))
+        texts = [" ".join(rng.choices(vocabulary, cum_weights=weights, k=rng.randint(*TURN_WORDS)))
                  for _ in range(3 if rng.random() < LATER_TURNS else 1)]
         messages = tuple({"role": ("user", "assistant")[turn % 2], "content": f"{text}."}
                          for turn, text in enumerate(texts))
