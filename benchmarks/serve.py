@@ -40,6 +40,7 @@ from benchmarks.shapes import (
 from drafter import server
 from drafter.config import ModelConfig
 from drafter.engine import Engine
+from drafter.listener import bind
 from drafter.settings import Address, Settings, Sums
 
 DRAFT, CONTEXT, SLOTS, TURNS = 16, 1_856, 32, 5
@@ -152,7 +153,7 @@ def serve(kind: str, config: ModelConfig, port: int) -> int:
         engine.warm_up(SLOTS, DRAFT)
     address = Address("127.0.0.1", port, "bench")
     sums = Sums("0" * 64, "0" * 64, None)
-    code = asyncio.run(server.serve(engine, settings, address, sums, server.bind(address)))
+    code = asyncio.run(server.serve(engine, settings, address, sums, bind(address)))
     print(json.dumps({"peak_gib": peak_gib()}))
     return code
 

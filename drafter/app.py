@@ -145,8 +145,11 @@ class Service:
         return _answer(openapi.document(self.settings, self.vocab_size, limits.max_waiting, BODY_S))
 
     async def last_answer(self, request: Request, _response: BaseHTTPResponse) -> None:
-        """While the server goes down, make each answer the last one of its connection."""
-        if self.draining:
+        """While the server goes down, make each answer the last one of its connection.
+
+        After a fault that sticks, the client's next request so goes to the next server.
+        """
+        if self.draining or self.batcher.given_up.is_set():
             _close_after(request)
 
     async def refuse(self, request: Request, error: Exception) -> HTTPResponse:

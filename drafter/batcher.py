@@ -229,8 +229,8 @@ class Batcher:
                 pending.answer(draft)
             return None
         if len(batch) == 1:
-            batch[0].answer([])
             await self._probe()  # was it the request or the engine?
+            batch[0].answer([])
             return drafts
         middle = len(batch) // 2
         for half in (batch[:middle], batch[middle:]):

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 LOGGER = logging.getLogger("drafter")
+STDERR = 2
 
 
 class _JsonLines(logging.Formatter):
@@ -28,7 +29,7 @@ class _JsonLines(logging.Formatter):
 
 def configure(level: str) -> None:
     """Send events from `level` on, other libraries' warnings, and the trace of a crash to stderr."""
-    faulthandler.enable(sys.__stderr__)
+    faulthandler.enable(STDERR)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonLines())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)

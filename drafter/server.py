@@ -101,8 +101,10 @@ async def serve(engine: "Engine", settings: Settings, address: Address, sums: Su
     waits = [asyncio.create_task(event.wait()) for event in (stop, batcher.given_up)]
     heart = asyncio.create_task(_beat())
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    code = 1 if batcher.given_up.is_set() else 0
+    code = 0 if stop.is_set() else 1
     logs.event(logging.INFO, "stopping", code=code, open_connections=len(server.connections))
+    if code == 0:
+        await asyncio.sleep(ARRIVAL_S)  # after a fault, what is on its way is the next server's
     await _go_down(service, server)
     heart.cancel()
     logs.event(logging.INFO, "stopped", code=code)
@@ -118,14 +120,13 @@ async def _beat() -> None:
     """
     with contextlib.suppress(asyncio.CancelledError):
         while True:
-            faulthandler.dump_traceback_later(DEAF_S, exit=True)
+            faulthandler.dump_traceback_later(DEAF_S, exit=True, file=logs.STDERR)
             await asyncio.sleep(DEAF_S / 12)
     faulthandler.cancel_dump_traceback_later()
 
 
 async def _go_down(service: Service, server: Any) -> None:
     """Answer what was accepted, and accept no more."""
-    await asyncio.sleep(ARRIVAL_S)
     service.draining = True
     server.server.close()
     await asyncio.sleep(ARRIVAL_S)

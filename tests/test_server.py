@@ -4,7 +4,6 @@ import asyncio
 import http.client
 import json
 import random
-import signal
 import socket
 import time
 
@@ -22,7 +21,7 @@ from serving import (
     write_sums,
 )
 
-from drafter import app, loading, server, weights
+from drafter import app, listener, loading, server, weights
 from drafter.app import Service
 from drafter.batcher import Batcher, Limits
 from drafter.engine import Engine
@@ -327,31 +326,6 @@ GATED = (
 )
 
 
-def test_sigterm_answers_what_was_accepted_and_takes_no_more(folder, tmp_path):
-    gate = tmp_path / "gate"
-    with altered(folder, *GATED, GATE=str(gate)) as held:
-        gate.touch()
-
-        async def trial():
-            async with httpx.AsyncClient(base_url=held.url, trust_env=False, timeout=30) as client:
-                waiting = [
-                    asyncio.create_task(client.post("/draft", json={"tokens": [row]})) for row in range(4)
-                ]
-                while (await client.get("/metrics")).text.count("drafter_batch_rows_count 1.0") == 0:
-                    await asyncio.sleep(0.01)
-                held.process.send_signal(signal.SIGTERM)
-                await asyncio.to_thread(held.wait_for, '"stopping"')
-                with pytest.raises(httpx.ConnectError):
-                    await asyncio.to_thread(httpx.get, f"{held.url}/health", trust_env=False)
-                gate.unlink()
-                return await asyncio.gather(*waiting)
-
-        answers = asyncio.run(trial())
-        assert [(answer.status_code, len(answer.json()["draft"])) for answer in answers] == [(200, 16)] * 4
-        assert answers[0].headers["connection"] == "close"
-        assert held.process.wait(5) == 0
-
-
 def test_more_than_may_be_in_flight_are_told_when_to_come_again(folder, tmp_path):
     gate = tmp_path / "gate"
     bound = "server.Limits = functools.partial(server.Limits, max_waiting=4)"
@@ -395,28 +369,6 @@ def test_a_request_is_one_line_at_debug_and_none_at_info(folder, served):
         ("request", "too_large", 0, 0),
     ]
     assert not any(token in "".join(lines) for token in ("444", "9999999"))
-
-
-def test_sigterm_in_a_step_that_hangs_still_ends_in_time(folder, tmp_path):
-    gate = tmp_path / "gate"
-    with altered(folder, *GATED, "server.GRACE_S = 0.5", "app.KEEP_ALIVE_S = 1", GATE=str(gate)) as held:
-        # The keep-alive that is set is the one that is used: an idle connection is closed after a second.
-        host, port = held.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=5) as connection:
-            connection.sendall(b"GET /health HTTP/1.1\r\n\r\n")
-            while connection.recv(1000):
-                pass
-        gate.touch()
-
-        async def trial():
-            async with httpx.AsyncClient(base_url=held.url, trust_env=False, timeout=30) as client:
-                waiting = asyncio.create_task(client.post("/draft", json={"tokens": [1]}))
-                while (await client.get("/metrics")).text.count("drafter_batch_rows_count 1.0") == 0:
-                    await asyncio.sleep(0.01)
-                assert await asyncio.to_thread(held.stop) == 0
-                return (await waiting).json()
-
-        assert asyncio.run(trial()) == {"draft": []}
 
 
 def test_a_broken_engine_answers_turns_unready_and_ends_the_process(folder, tmp_path):
@@ -546,7 +498,7 @@ def test_an_impossible_address_is_named(ended, monkeypatch, name, value):
 
 def test_a_port_that_is_taken_while_the_weights_load_is_named(ended, monkeypatch):
     port = free_port()
-    other = server.bind(Address("127.0.0.1", port, ""))
+    other = listener.bind(Address("127.0.0.1", port, ""))
     monkeypatch.setattr(loading, "warm_up", lambda engine, settings: other.listen())
     monkeypatch.setenv("PORT", str(port))
     code, said = ended(lambda copy: None)
