@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -118,6 +119,23 @@ def test_this_machine_itself_may_be_asked(workshop: Workshop) -> None:
            "        socket.create_connection(('localhost', held.getsockname()[1]), 5).close()\n")
     workshop.replace("stages/data.py", "    count(job)\n", ask)
     workshop.run("data", "--with-upstream", RUNNER=ENGINE)
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_declared_servers_are_reached_from_a_container_and_no_others(
+        workshop: Workshop, declared: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        port, asked = one.getsockname()[1], (one if declared else other).getsockname()[1]
+        workshop.write("profiles/toy.toml", 'extends = "smollm2"\n[teacher]\nengine = "openai"\n'
+                                            f'[servers]\naddresses = ["http://127.0.0.1:{port}"]\n')
+        ask = f"    import socket\n    socket.create_connection(('127.0.0.1', {asked}), 5).close()\n"
+        workshop.replace("stages/data.py", "    count(job)\n", ask)
+        workshop.replace("stages/data.py", "SECTIONS =", 'REACHES = "servers"\nSECTIONS =')
+        said = workshop.run("data", "--with-upstream", RUNNER=ENGINE, code=0 if declared else 2)
+    refusal = f"data: tried to reach 127.0.0.1:{asked}; this stage may reach http://127.0.0.1:{port}"
+    assert (refusal in said) is not declared
+    if declared:
+        assert run_of(workshop.record("data"))["reached"] == [f"http://127.0.0.1:{port}"]
 
 
 def test_a_fault_is_still_a_fault(workshop: Workshop) -> None:
