@@ -83,7 +83,7 @@ def work(lines: Lines, wanted: Callable[[list[Line]], Iterable[Line]], make: Cal
                     continue
                 try:
                     lines.add(key | make(key))
-                except (UserError, RuntimeError) as error:  # the other arms are worth having
+                except (UserError, RuntimeError, ValueError, ImportError) as error:  # others are worth having
                     failed.append(key)
                     reason = str(error) if isinstance(error, UserError) else traceback.format_exc()
                     print(f"failed: {key}: {reason}", file=sys.stderr, flush=True)
