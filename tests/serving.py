@@ -1,5 +1,6 @@
 """Real server processes over a tiny drafter with random weights, for the tests."""
 
+import asyncio
 import hashlib
 import json
 import os
@@ -8,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -54,12 +55,13 @@ def random_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
         }
 
 
-def write_model(folder: Path, serving: dict[str, object] = SERVING) -> Path:
-    """Write what the server reads: weights, serving.json and their sums."""
+def write_model(folder: Path, serving: dict[str, object] = SERVING, config: ModelConfig = CONFIG,
+                tensors: dict[str, torch.Tensor] | None = None) -> Path:
+    """Write what the server reads: weights, random ones if none are given, serving.json and their sums."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = random_tensors()
+    tensors = random_tensors() if tensors is None else tensors
     plan = {name: {"codec": "bf16", "shape": list(value.shape)} for name, value in tensors.items()}
-    weights.save(folder / "model.safetensors", CONFIG, plan, weights.encode(tensors, plan))
+    weights.save(folder / "model.safetensors", config, plan, weights.encode(tensors, plan))
     (folder / "serving.json").write_text(json.dumps(serving))
     write_sums(folder, ["model.safetensors", "serving.json"])
     return folder
@@ -172,3 +174,48 @@ def free_port() -> int:
     """A port that was free a moment ago."""
     with socket.create_server(("127.0.0.1", 0)) as held:
         return held.getsockname()[1]
+
+
+class Wire:
+    """One kept-alive connection that sends any bytes, in a rhythm of its own."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    @classmethod
+    async def open(cls, url: str) -> "Wire":
+        host, _, port = url.removeprefix("http://").partition(":")
+        return cls(*await asyncio.open_connection(host, int(port)))
+
+    async def send(self, *parts: bytes, pause_s: float = 0.0) -> None:
+        """Write the parts of a request, with a pause between them."""
+        for number, part in enumerate(parts):
+            await asyncio.sleep(pause_s if number else 0)
+            self.writer.write(part)
+            await self.writer.drain()
+
+    async def answer(self) -> tuple[int, bytes] | None:
+        """Status and body of the next answer; None if the server closed the connection instead."""
+        try:
+            head = (await self.reader.readuntil(b"\r\n\r\n")).lower()
+            size = int(head.partition(b"content-length:")[2].partition(b"\r\n")[0] or 0)
+            return int(head.split(maxsplit=2)[1]), await self.reader.readexactly(size)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+
+    async def closed(self) -> bool:
+        """Whether the server ends the connection now; what it still sends is dropped."""
+        with suppress(ConnectionError):
+            while await self.reader.read(65536):
+                pass
+        return True
+
+    def leave(self) -> None:
+        """Close at once, whatever is under way: the server is sent a reset."""
+        self.writer.transport.abort()
+
+
+def post(body: bytes, *headers: str) -> bytes:
+    """A drafting request as it is sent; other headers stand before those of the body."""
+    lines = ["POST /draft HTTP/1.1", "Host: drafter", *headers, f"Content-Length: {len(body)}"]
+    return "\r\n".join([*lines, "", ""]).encode() + body

@@ -2,35 +2,17 @@
 
 import pytest
 import torch
+from alone import FAMILIES, reference
 from conftest import small_config, small_decoder
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaConfig
 
 from drafter.config import ModelConfig
 from drafter.engine import Engine, Generation
 from drafter.model import EMBEDDING, HEAD, Decoder, build
 
-FAMILIES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 SHAPES = [(family, tied) for family in FAMILIES for tied in (True, False)]
 LLAMA = {"model_type": "llama", "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24,
          "num_hidden_layers": 3, "num_attention_heads": 4, "rms_norm_eps": 1e-5}  # fmt: skip
-
-
-def reference(decoder: Decoder, family: str) -> torch.nn.Module:
-    """The same shape and weights in transformers' own class."""
-    config = decoder.config
-    config_class, model_class = FAMILIES[family]
-    theirs = model_class(
-        config_class(
-            vocab_size=config.vocab_size, hidden_size=config.hidden_size, num_hidden_layers=config.layers,
-            intermediate_size=config.intermediate_size, num_attention_heads=config.heads,
-            num_key_value_heads=config.kv_heads, head_dim=config.head_dim, rope_theta=config.rope_theta,
-            rms_norm_eps=config.rms_eps, tie_word_embeddings=config.tied, eos_token_id=None,
-            bos_token_id=None, pad_token_id=0, attn_implementation="eager",
-        )
-    )  # fmt: skip
-    state = decoder.state_dict()
-    theirs.load_state_dict(state | ({HEAD: state[EMBEDDING]} if config.tied else {}))
-    return theirs.eval()
 
 
 def logits(decoder: Decoder, tokens_bt: torch.Tensor) -> torch.Tensor:
