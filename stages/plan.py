@@ -61,6 +61,8 @@ def plan(root: Path, profile: Profile) -> Iterator[str]:
         yield f"{stage}: {declaration.summary.removeprefix(f'{stage}: ')}"
         yield from _item("config", "; ".join(_short(config)) or "nothing of the profile")
         yield from _item("takes", taken or "nothing")
+        if declaration.reaches and (reached := getattr(profile, declaration.reaches).addresses):
+            yield from _item("reaches", ", ".join(reached))
         yield from _item("leaves", f"{place}/")
         yield from _item("key", key or "not known before what it takes is there")
         yield from _item("state", standing)

@@ -383,6 +383,7 @@ def test_a_stage_with_servers_reaches_them_alone_and_only_it_gets_their_key(tmp_
                 for stage in ("data", "distill")}
         assert seen == {"data": "", "distill": "TEACHER_API_KEY"}
         assert run_of(workshop.record("distill"))["reached"] == [f"http://localhost:{port}"]
+        assert workshop.run(module="plan").count(f"  reaches   http://localhost:{port}") == 1
         undeclared = other.address.rpartition(":")[2]
         workshop.replace("stages/distill.py", connect.format("localhost", port),
                          connect.format("127.0.0.1", undeclared))
