@@ -24,7 +24,8 @@ DRAINED_BYTES = 64 << 20  # a body this long is read to its end before 413, so t
 RETRY_S = 1
 
 REFUSALS: dict[type[Exception], str] = {
-    BadRequestError: "refused", PayloadTooLarge: "too_large", TimeoutError: "late_body", BusyError: "busy",
+    BadRequestError: "refused", BusyError: "busy", TimeoutError: "late_body",
+    PayloadTooLarge: "too_large", SanicException: "refused",
 }
 
 
