@@ -12,7 +12,7 @@ from stages.job import Job
 from stages.upstream.downloads import DOWNLOADS
 from stages.upstream.pinned import find, read_sources
 
-SECTIONS = ("limits", "target", "start", "serve")
+SECTIONS = ("limits", "target", "teacher", "start", "serve")
 TAKES = (
     "fetch/{target.source}/*", "data/data_manifest.json", "distill/training.jsonl", "qat/drafter.safetensors",
     "wheels",
@@ -104,6 +104,8 @@ def _architecture(job: Job, config: ModelConfig) -> dict[str, object]:
     return base | {
         "target_model": target.name,
         "target_revision": target.revision,
+        # The servers themselves stand in evidence/records/teacher.json: another address is no other text.
+        "teacher": {"engine": job.config.teacher.engine, "rederivable": job.config.teacher.engine == "own"},
         "kept_layers": list(start.layers) or "all",
         "drafter": json.loads(config.to_json()),
         "weights": "model.safetensors",

@@ -60,9 +60,11 @@ def test_the_sums_name_every_file_and_hold(output: Path, folder: str) -> None:
 
 def test_architecture_tells_base_target_and_evidence(mill: Mill, output: Path) -> None:
     told = json.loads((output / "architecture.json").read_text())
+    assert told["teacher"] == {"engine": "own", "rederivable": True}
     assert sorted(told) == [
         "base_model", "base_revision", "drafter", "inference_evidence_files", "kept_layers", "method",
-        "target_model", "target_revision", "training_corpora", "training_evidence_files", "weights"]
+        "target_model", "target_revision", "teacher", "training_corpora", "training_evidence_files",
+        "weights"]
     profile = load_profile("toy", mill.root / "profiles")
     assert told["base_model"] == told["target_model"] == profile.target.name
     assert told["base_revision"] == told["target_revision"] == profile.target.revision
