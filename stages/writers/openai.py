@@ -34,7 +34,7 @@ CONNECT_S = 10.0
 AGAIN = "run the same command again later: finished shards are kept"
 
 
-@dataclass
+@dataclass(eq=False)
 class Fault(Exception):  # noqa: N818 (it is a fact that is passed on, not an error of this program)
     """What went wrong in one request that may go better in another.
 
@@ -88,7 +88,7 @@ class Fleet:
         self.wrote: set[str] = set()
         self.changed = asyncio.Event()
         self.runner = asyncio.Runner()  # one loop, so that connections outlive a shard
-        key = os.environ.get(KEY_VARIABLE)
+        key = os.environ.get(KEY_VARIABLE, "").strip()
         count = settings.in_flight * len(self.servers)
         # No proxies, no .netrc: nobody is asked but the servers that are declared.
         self.client = httpx.AsyncClient(
