@@ -150,6 +150,9 @@ class Data(Section):
 class Teacher(Section):
     """The target's greedy continuations with its top-k logprobs.
 
+    Dev conversations that come with continuations stop the run if less than `min_fidelity` of them is
+    reproduced (see stages/fidelity.py); 0 never does.
+
     `engine` names a module of stages/writers/: "own" runs the target here, "openai" asks [servers].
     """
 
@@ -160,6 +163,7 @@ class Teacher(Section):
     shard_rows: Count = 128
     stop_on_repeat: Annotated[int, Field(ge=0)] = 0
     context_tokens: Count
+    min_fidelity: Share = 0.0
 
 
 class Servers(Section):

@@ -105,15 +105,15 @@ class Ranks[Answer]:
         ready = wait(list(self._running), timeout_s)
         for channel in [channel for channel in self._running if channel in ready]:
             rank, process = self._running.pop(channel)
-            answer, fault = _last_words(channel)
+            answer, reason = _last_words(channel)
             process.join()
             if answer is not None:
                 self.answers[rank] = answer
                 continue
-            self.faults[rank] = fault or UserError(
+            self.faults[rank] = reason or UserError(
                 f"rank {rank} was ended from outside (exit code {process.exitcode}); the same command goes "
                 "on from where it was")
-            if self._running:
+            if self._running and not isinstance(reason, UserError):  # which the others meet too
                 self.job.say(f"{self.faults[rank]}; the others do what it has not")
         return bool(self._running)
 

@@ -2,17 +2,19 @@
 
 import importlib
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 
 from drafter.engine import Generation
 from stages.errors import UserError
-from stages.files import canonical_json, link_or_copy, read_jsonl, write_jsonl
+from stages.fidelity import agreement, check_fidelity, file_of, read_fidelity, told
+from stages.files import canonical_json, link_or_copy, read_jsonl, write_json, write_jsonl
 from stages.job import Job
 from stages.ranks import VARIABLE, Ranks, claimed, ranks_asked
 from stages.training.shards import read_origin, read_tally, write_shard
@@ -29,13 +31,21 @@ EVALUATION_SETS = ("dev", "examples", "heldout")
 LOOK_S = 1.0  # between two looks at what ranks have finished
 
 PromptRow = dict[str, Any]
+Write = Callable[[Job, Writer, Path, list[PromptRow]], None]
 
 
 @dataclass(frozen=True)
 class Task:
-    """One file to be written: an evaluation set, or a shard of the training prompts."""
+    """One file to be written.
+
+    Attributes:
+        name: of the file.
+        kind: the fidelity on an evaluation set, the set itself, or a shard of the training prompts.
+        rows: its prompts.
+    """
 
     name: str
+    kind: Literal["fidelity", "set", "shard"]
     rows: list[PromptRow]
 
 
@@ -52,29 +62,38 @@ def run(job: Job) -> dict[str, object]:
 
     A shard is the unit of batching, of resume and of what a rank takes: prompts are sorted by length and cut
     into shards in that fixed order, and each shard is one batch, so a resumed run gives the same bytes, and
-    so do many ranks.
+    so do many ranks. Continuations that evaluation conversations come with are reproduced first, and stand.
+
+    Raises:
+        UserError: there is no prompt to train on, or too few of those continuations are reproduced.
     """
-    tasks, count = tasks_of(job), ranks_asked(job.device)
-    shards = [task for task in tasks if not task.name.endswith(".jsonl")]
-    prompts, trained = (sum(len(task.rows) for task in part) for part in (tasks, shards))
-    job.say(f"{trained} prompts for training, {prompts - trained} for evaluation; {_hands(job, count)}")
+    tasks = tasks_of(job)
+    # One process is enough to keep servers busy, and only in this one are its ways to a network watched.
+    count = 1 if job.reach else ranks_asked(job.device)
+    prompts: Counter[str] = Counter()
+    for task in tasks:
+        prompts[task.kind] += len(task.rows)
+    job.say(f"{prompts['shard']} prompts for training, {prompts['set']} for evaluation; {_hands(job, count)}")
     missing, pace = [task for task in tasks if not _is_finished(job, task.name)], Pace()
     write = _written if count == 1 else partial(_side_by_side, count=count)
     finished = write(job, missing, pace) if missing else iter(())
     rows = (row for task in finished for row in task.rows)
-    done = prompts - sum(len(task.rows) for task in missing)
-    for _ in job.progress(rows, prompts, unit="prompt", start=done):
+    done = prompts.total() - sum(len(task.rows) for task in missing)
+    for _ in job.progress(rows, prompts.total(), unit="prompt", start=done):
         pass
-    for task in tasks:  # the work folder keeps its own until the record is written
-        link_or_copy(job.work / task.name, job.out / task.name)
+    found = read_fidelity(job.work, EVALUATION_SETS)
+    outputs = [task.name for task in tasks if task.kind != "fidelity"]
+    for name in outputs:  # the work folder keeps its own until the record is written
+        link_or_copy(job.work / name, job.out / name)
     if pace.seconds:  # no metric: a run that was killed and resumed has the same metrics as one that was not
         job.say(f"{pace.tokens:,} tokens in {pace.seconds:.1f} s, {pace.tokens / pace.seconds:,.0f} a second")
-    tallies = [read_tally(job.work / task.name) or {} for task in shards]
-    return report(added(tallies)) | _origins(job) | {"shards": len(shards)}
+    tallies = [read_tally(job.work / task.name) or {} for task in tasks if task.kind == "shard"]
+    told_of = {"fidelity": found} if found else {}
+    return report(added(tallies)) | _origins(job) | told_of | {"shards": len(tallies)}
 
 
 def tasks_of(job: Job) -> list[Task]:
-    """Return the files to be written, in order: the evaluation sets, then the shards.
+    """Return the files to be written, in order: fidelities, evaluation sets, shards.
 
     Raises:
         UserError: there is no prompt to train on.
@@ -84,8 +103,11 @@ def tasks_of(job: Job) -> list[Task]:
     if not rows:
         raise UserError("the data stage left no training prompt; look at its counts in data_manifest.json")
     shards = cut(rows, job.config.teacher.shard_rows)
-    return [Task(f"{name}.jsonl", evaluation) for name, evaluation in sets.items()] + [
-        Task(f"train-{index:05d}.safetensors", shard) for index, shard in enumerate(shards)
+    given = {name: [row for row in some if row.get("continuation")] for name, some in sets.items()}
+    return [
+        *(Task(file_of(job.work, name).name, "fidelity", some) for name, some in given.items() if some),
+        *(Task(f"{name}.jsonl", "set", some) for name, some in sets.items()),
+        *(Task(f"train-{index:05d}.safetensors", "shard", shard) for index, shard in enumerate(shards)),
     ]
 
 
@@ -125,20 +147,21 @@ def _rank(job: Job) -> Pace:
 
 def _written(job: Job, tasks: list[Task], pace: Pace) -> Iterator[Task]:
     """Do the tasks that fall to this process, and yield each when it is finished."""
-    named, engine = {task.name: task for task in tasks}, open_engine(job)
-    for name in claimed(job.work / "claims", list(named), partial(_is_finished, job)):
-        task = named[name]
-        if name.endswith(".jsonl"):
-            _evaluation(job, engine, job.work / name, task.rows)
-        else:
-            _shard(job, engine, job.work / name, task.rows, pace)
-        yield task
+    engine = open_engine(job)
+    write: dict[str, Write] = {"fidelity": _fidelity, "set": _evaluation, "shard": partial(_shard, pace=pace)}
+    for kinds in (("fidelity",), ("set", "shard")):
+        named = {task.name: task for task in tasks if task.kind in kinds}
+        for name in claimed(job.work / "claims", list(named), partial(_is_finished, job)):
+            task = named[name]
+            write[task.kind](job, engine, job.work / name, task.rows)
+            yield task
+        check_fidelity(job.work, job.config.teacher.min_fidelity)
 
 
 def _is_finished(job: Job, name: str) -> bool:
     """Say whether this or an earlier, killed run has written a file whole."""
     path = job.work / name
-    return path.is_file() and (name.endswith(".jsonl") or read_tally(path) is not None)
+    return path.is_file() and (path.suffix != ".safetensors" or read_tally(path) is not None)
 
 
 def open_engine(job: Job) -> Writer:
@@ -176,16 +199,33 @@ def _shard(job: Job, engine: Writer, path: Path, rows: list[PromptRow], pace: Pa
     job.event("shard", file=path.name, rows=len(rows), tokens=tokens, seconds=round(seconds, 3))
 
 
+def _fidelity(job: Job, engine: Writer, path: Path, rows: list[PromptRow]) -> None:
+    """Write the continuations of rows that have one anew, and how much of them that reproduces."""
+    written = _continued(job, engine, rows)
+    given, again = zip(*((row["continuation"], written[row["id"]]) for row in rows), strict=True)
+    found = agreement(given, again, job.config.teacher.max_tokens)
+    write_json(path, found)
+    job.say(told(path.stem.removeprefix("fidelity-"), found))
+
+
 def _evaluation(job: Job, engine: Writer, path: Path, rows: list[PromptRow]) -> None:
-    done: list[PromptRow] = []
-    for shard in cut(rows, job.config.teacher.shard_rows):
-        generated = engine.generate([row["prompt"] for row in shard], _generation(job))
-        pairs = zip(shard, generated, strict=True)
-        done += [row | {"continuation": one.tokens} for row, one in pairs if one.tokens]
+    """Write a set: continuations that came with it stand, the others are the teacher's."""
+    written = _continued(job, engine, [row for row in rows if not row.get("continuation")])
+    done = [row | {"continuation": row.get("continuation") or written[row["id"]]} for row in rows]
+    done = [row for row in done if row["continuation"]]
     if rows and not done:
         raise UserError(f"{path.name}: no conversation has a continuation")
     done.sort(key=lambda row: str(row["id"]))
     write_jsonl(path, done)
+
+
+def _continued(job: Job, engine: Writer, rows: list[PromptRow]) -> dict[str, list[int]]:
+    """Return the teacher's continuation of each row, by id."""
+    found: dict[str, list[int]] = {}
+    for batch in cut(rows, job.config.teacher.shard_rows):
+        generated = engine.generate([row["prompt"] for row in batch], _generation(job))
+        found |= {row["id"]: one.tokens for row, one in zip(batch, generated, strict=True)}
+    return found
 
 
 def _generation(job: Job) -> Generation:
