@@ -17,6 +17,7 @@ from rich.table import Table
 
 from stages.display import console
 from stages.errors import UserError
+from stages.fidelity import told
 from stages.files import digest_of, sha256_file
 from stages.profile import Limits, Profile, load_profile
 from stages.rehearsal.gates import Gate, gate_table
@@ -96,6 +97,11 @@ def show(report: dict[str, Any], limits: Limits, output: Path) -> None:
     """Print the report as tables."""
     screen = console()
     screen.print(times(report["stages"]))
+    written = (report["stages"].get("teacher") or {}).get("metrics") or {}
+    if written.get("categories"):
+        screen.print(continuations(written))
+    for name, fidelity in written.get("fidelity", {}).items():
+        screen.print(escape(told(name, fidelity)))
     if output.is_dir():
         screen.print(table(survey(output), limits))
     checked = report["selfcheck"]
@@ -126,6 +132,21 @@ def times(stages: dict[str, Any]) -> Table:
         sheet.add_row(stage, str(run["started"]), str(place), f"{run['seconds']:,.1f}")
     sheet.add_section()
     sheet.add_row("all", "", "", f"{sum(run['seconds'] for run in stages.values()):,.1f}")
+    return sheet
+
+
+def continuations(written: dict[str, Any]) -> Table:
+    """Return what the teacher's continuations are like, in each category and in all."""
+    sheet = _sheet("what the teacher wrote", "category", "rows", "tokens", "ended by a stop id", "loops",
+                   "mean top-1 probability", "tokens of each: rows")
+    for name, part in [*written["categories"].items(), ("all", written)]:
+        if name == "all":
+            sheet.add_section()
+        shares = [f"{part[key]:.1%}" for key in ("stop_share", "loop_share")]
+        by_length = sorted(part["lengths"].items(), key=lambda one: int(one[0].partition("-")[0]))
+        lengths = ", ".join(f"{label}: {rows:,}" for label, rows in by_length)
+        sheet.add_row(name, f"{part['rows']:,}", f"{part['tokens']:,}", *shares,
+                      f"{part['mean_top1_probability']:.3f}", lengths)
     return sheet
 
 

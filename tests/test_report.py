@@ -5,10 +5,13 @@ import shutil
 
 import pytest
 
+from drafter.engine import Generated
 from drafter.replay import Conversation, paired, simulate, summary
 from stages.files import digest_of, sha256_file
 from stages.rehearsal.gates import Gate
 from stages.report import ROOT, main
+from stages.training.tally import report as tally_report
+from stages.training.tally import tally
 from stages.wrapper.declaration import read_declarations
 from stages.wrapper.record import make_record, write_record
 
@@ -49,12 +52,16 @@ def built(tmp_path):
     output = tmp_path / "output"
     output.mkdir()
     (output / "model.safetensors").write_bytes(b"1234")
-    for stage, seconds in (("data", 3.25), ("distill", 1200.5)):
+    loop, plain = Generated([1, 2, 3] * 10, ended="stop"), Generated(list(range(1_200)))
+    fidelity = {"conversations": 96, "whole": 81, "whole_share": 0.8438, "prefix_share": 0.913}
+    written = tally_report(tally(["math", "stem"], [loop, plain])) | {"fidelity": {"dev": fidelity}}
+    for stage, seconds, metrics in (("data", 3.25, {}), ("teacher", 0.25, written),
+                                    ("distill", 1200.5, {"tau_dev_before": 1.0131})):
         definition = {"stage": stage, "config": {}, "seed": 0, "device": "cpu", "code": {}, "inputs": {},
                       "files": {}}
         run = {"profile": "smollm2", "runner": "host", "locked": stage == "data", "seconds": seconds,
                "started": "2026-01-01T00:00:00Z", "finished": "2026-01-01T00:10:00Z", "log": "x.log",
-               "metrics": {"tau_dev_before": 1.0131}}
+               "metrics": metrics}
         write_record(tmp_path, "smollm2", make_record(definition, {}, run))
     path = tmp_path / "logs" / "smollm2" / "selfcheck-report.json"
     path.write_text(json.dumps(selfcheck_report(output)))
@@ -65,7 +72,7 @@ def test_shows_tau_bytes_gates_and_times(built, capsys):
     assert main(["--profile", "smollm2"], root=built) == 0
     text = capsys.readouterr().out
     for expected in (
-        "1,203.8", "host, unlocked", "48,000,000", "FAILED", "HTTP 500: [red] lies", "user 65534",
+        "1,204.0", "host, unlocked", "48,000,000", "FAILED", "HTTP 500: [red] lies", "user 65534",
         "prompt lookup", "untrained, simulated", "1.013", "math", "steps that reached it",
     ):
         assert expected in text, expected
@@ -73,6 +80,19 @@ def test_shows_tau_bytes_gates_and_times(built, capsys):
     assert f"{tau.tau:.3f}" in text
     assert f"{tau.low:.3f} to {tau.high:.3f}" in text
     assert "has changed since" not in text
+
+
+def test_shows_what_the_teacher_wrote_and_how_true_it_is(built, capsys):
+    assert main(["--profile", "smollm2"], root=built) == 0
+    text = capsys.readouterr().out
+    rows = {cells[0]: cells[1:] for line in text.splitlines()
+            if len(cells := [cell.strip() for cell in line.strip("│┃ ").split("│")]) == 7}
+    assert rows["math"] == ["1", "30", "100.0%", "100.0%", "0.000", "9-32: 1"]
+    assert rows["stem"] == ["1", "1,200", "0.0%", "0.0%", "0.000", "513-: 1"]
+    assert rows["all"] == ["2", "1,230", "50.0%", "50.0%", "0.000", "9-32: 1, 513-: 1"]
+    said = " ".join(text.split())
+    assert "fidelity on dev: 91.3% of a given continuation's tokens" in said
+    assert "81 reproduced whole" in said
 
 
 def test_json_holds_the_same(built, capsys):
