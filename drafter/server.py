@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -26,7 +27,7 @@ from drafter.app import Service
 from drafter.batcher import Batcher, Limits
 from drafter.listener import bind, no_listener
 from drafter.metrics import Metrics
-from drafter.settings import Address, Settings, Sums
+from drafter.settings import WEIGHTS, Address, Settings, Sums, require
 
 if TYPE_CHECKING:
     from drafter.engine import Engine
@@ -58,11 +59,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         address = Address.from_environment(os.environ)
         listener = bind(address) if arguments.listener is None else socket.socket(fileno=arguments.listener)
         settings = Settings.read(arguments.weights)
-        sums = Sums.check(arguments.weights)
-        # Importing torch takes seconds; a taken port or a missing file need not wait for it.
-        from drafter import loading  # noqa: PLC0415
+        require(arguments.weights / WEIGHTS)
+        # The weights have sums by tensor, too; those of whole files are taken beside.
+        with ThreadPoolExecutor(1) as beside:
+            summed = beside.submit(Sums.check, arguments.weights)
+            # Importing torch takes seconds; a taken port or a missing file need not wait for it.
+            from drafter import loading  # noqa: PLC0415
 
-        engine = loading.open_engine(arguments.weights, settings)
+            engine = loading.open_engine(arguments.weights, settings)
+        sums = summed.result()
         loading.warm_up(engine, settings)
         return asyncio.run(serve(engine, settings, address, sums, listener))
     except (ValueError, OSError, ImportError) as error:

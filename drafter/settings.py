@@ -126,9 +126,17 @@ def _listed(path: Path) -> dict[str, str] | None:
     return {row[-1].removeprefix("*").removeprefix("./"): row[0] for row in rows}
 
 
+def require(path: Path) -> Path:
+    """Return the path of a file that must be there.
+
+    Raises:
+        ValueError: it is not; says what to do.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path} is missing; copy the folder again or run `make pack`")
+    return path
+
+
 def _sha256(path: Path) -> str:
-    try:
-        with path.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing; copy the folder again or run `make pack`") from None
+    with require(path).open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

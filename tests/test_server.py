@@ -451,7 +451,14 @@ def serving_with(**changes):
 
 def test_damaged_weights_are_named(ended):
     code, said = ended(lambda copy: flip(copy / "model.safetensors", -100))
-    assert code == 2 and "model.safetensors is damaged" in said and "SHA256SUMS says" in said
+    assert code == 2 and "model.safetensors: tensor model." in said and "is damaged" in said
+    code, said = ended(lambda copy: flip(copy / "model.safetensors", 20))
+    assert code == 2 and "model.safetensors" in said
+    code, said = ended(lambda copy: flip(copy / "serving.json", -3))
+    assert code == 2 and "serving.json" in said
+    # Another model's whole file is told by the sum of the whole alone.
+    code, said = ended(lambda copy: write_sums(copy, ["serving.json"]))
+    assert code == 2 and "model.safetensors is damaged" in said and "SHA256SUMS says nothing of it" in said
     code, said = ended(lambda copy: (copy / "model.safetensors").unlink())
     assert code == 2 and "model.safetensors is missing" in said
     for damage in (
