@@ -121,7 +121,7 @@ def test_the_whole_one_passes(mill: Mill, folder: Path):
      {"request_timeout_s": 1}, "failed requests", "late: no answer within 1 s"),
     ("drafter/app.py", FAULTY.format(fault="if n > 3: return raw('<html>')"),
      {}, "failed requests", "answer: not JSON: '<html>'"),
-    ("drafter/app.py", FAULTY.format(fault="if n > 9: os._exit(3)"), {}, "failed requests", "reset: "),
+    ("drafter/app.py", FAULTY.format(fault="if n > 9: os._exit(2)"), {}, "failed requests", "reset: "),
     ("drafter/app.py", FAULTY.format(fault="if n % 10 == 0: return raw('', status=500)"),
      {}, "failed requests", "status: HTTP 500"),
     ("drafter/app.py", FAULTY.format(fault="if n == 9: return raw('{\"draft\": []}')"),
