@@ -96,7 +96,7 @@ def streamed(parts: codecs.Parts, settings: dict[str, Any]) -> Tensor:
     tensor = torch.empty(tuple(settings["shape"]))
 
     def place(job: codecs.Decoding) -> None:
-        rows, values = job()
+        rows, values = job()()
         tensor[rows] = values
 
     run_all(partial(place, job) for job in codecs.blocks(parts, settings))

@@ -63,7 +63,8 @@ def inspect(path: Path, reference: Path | None = None) -> Iterator[Row]:
             for name, settings in plan.items():
                 parts = weights.parts_of(stored, name, names)
                 for suffix, part in parts.items():
-                    weights.check_sums(path, name + suffix, part, sums)
+                    for check in weights.sum_checks(path, name + suffix, part, sums):
+                        check()
                 decoded = _decoded(path, name, parts, settings)
                 compared = _read(reference, name, decoded) if reference else None
                 yield _row(name, settings, parts, decoded, compared)

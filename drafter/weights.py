@@ -5,11 +5,11 @@ of every SUM_BYTES of it, in hexadecimal), so that one flipped bit is refused wi
 """
 
 import json
-import os
+import mmap
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,20 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from drafter import codecs, tensorfile
-from drafter.codecs import Decoding, Parts, Settings
+from drafter import codecs, tensorfile, threads
+from drafter.codecs import Decoding, Parts, Placed, Settings
 from drafter.codecs.zstd import to_bytes
 from drafter.config import ModelConfig
 
 Plan = dict[str, Settings]
 Side = Mapping[str, Parts]
-Task = Callable[[], None]
+Rest = Callable[[], None]
+Task = Callable[[], Rest | None]
 
 SUM_BYTES = 1 << 22
+MOST_THREADS = 16
+AHEAD = 4  # tasks a thread: what is expanded and not yet on a GPU
+HUGE_PAGE = 1 << 21
 DAMAGE = (KeyError, TypeError, ArithmeticError, RuntimeError, ValueError)
 
 
@@ -74,17 +78,19 @@ def check_finite(name: str, tensor: Tensor) -> None:
 def save(path: Path, config: ModelConfig, plan: Plan, parts: Parts) -> None:
     """Write packed weights; the same input gives the same bytes."""
     on_host = {name: part.detach().cpu().contiguous() for name, part in sorted(parts.items())}
-    tensorfile.save(on_host, path, metadata(config, plan, on_host))
+    with threads.pool(MOST_THREADS) as pool:
+        sums = dict(zip(on_host, pool.map(sums_of, on_host.values()), strict=True))
+    tensorfile.save(on_host, path, metadata(config, plan, sums))
 
 
 def size(config: ModelConfig, plan: Plan, parts: Parts) -> int:
     """Return the bytes of the file that `save` would write, exactly."""
-    return tensorfile.size(parts, metadata(config, plan, parts))
+    length = {name: "0" * (8 * -(-part.nbytes // SUM_BYTES)) for name, part in parts.items()}
+    return tensorfile.size(parts, metadata(config, plan, length))
 
 
-def metadata(config: ModelConfig, plan: Plan, parts: Parts) -> dict[str, str]:
+def metadata(config: ModelConfig, plan: Plan, sums: Mapping[str, str]) -> dict[str, str]:
     """Return what the header of a packed file says beside names, types and places."""
-    sums = {name: sums_of(part) for name, part in parts.items()}
     return {"config": config.to_json(), "plan": json.dumps(plan, sort_keys=True, separators=(",", ":")),
             "sums": json.dumps(sums, sort_keys=True, separators=(",", ":"))}  # fmt: skip
 
@@ -96,25 +102,32 @@ def sums_of(part: Tensor) -> str:
     return "".join(f"{zlib.crc32(content[start : start + SUM_BYTES]):08x}" for start in starts)
 
 
-def check_sums(path: Path, name: str, part: Tensor, sums: dict[str, str]) -> None:
-    """Hold a stored part to the sums of the header.
+def sum_checks(path: Path, name: str, part: Tensor, sums: dict[str, str]) -> list[Task]:
+    """Return the tasks that hold a stored part to the sums of the header, one for every SUM_BYTES.
 
     Raises:
-        ValueError: a bit has flipped; the message names file, part and block.
+        ValueError: (here, or in a task) a bit has flipped; the message names file, part and block.
     """
-    expected, found = sums.get(name), sums_of(part)
-    if found != expected:
-        pairs = zip(range(0, len(found), 8), range(8, len(found) + 8, 8), strict=True)
-        wrong = [start // 8 for start, end in pairs if (expected or "")[start:end] != found[start:end]]
-        raise ValueError(f"{path}: tensor {name} is damaged: its sum is wrong in block "
-                         f"{wrong[0] if wrong else 0} of {len(found) // 8}; copy the file again")
+    expected, content = str(sums.get(name)), to_bytes(part)
+    count = -(-len(content) // SUM_BYTES)
+
+    def check(block: int, known: bool = True) -> None:
+        found = zlib.crc32(content[block * SUM_BYTES : (block + 1) * SUM_BYTES])
+        if not known or f"{found:08x}" != expected[8 * block : 8 * block + 8]:
+            raise ValueError(f"{path}: tensor {name} is damaged: its sum is wrong in block {block} of "
+                             f"{count}; copy the file again")
+
+    if len(expected) != 8 * count:
+        check(0, known=False)
+    return [partial(check, block) for block in range(count)]
 
 
 def load(path: Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> tuple[ModelConfig, Parts]:
     """Read packed weights and decode every tensor on a device, in the type in which it is to be used.
 
-    Blocks are decoded in as many threads as there are cores and written straight to their place: beside the
-    result a few MB a thread are in memory.
+    A thread a core, MOST_THREADS at most, holds stored bytes to their sums and decodes blocks straight to
+    their place; for a GPU the threads only expand, and the calling thread alone speaks to the device. Beside
+    the result some tens of MB a thread are in memory.
 
     Raises:
         ValueError: the file is missing, damaged or does not hold what its header says; the message names the
@@ -125,6 +138,7 @@ def load(path: Path, device: str = "cpu", dtype: torch.dtype = torch.float32) ->
             config, plan, sums = read_header(path, stored.metadata())
             loader = _Loader(path, stored, sums, device, dtype)
             run_all(loader.tasks(plan))
+            loader.check_ends()
     except (SafetensorError, OSError) as error:
         raise ValueError(not_whole(path, error)) from error
     if loader.left:
@@ -165,21 +179,43 @@ def read_header(path: Path, fields: dict[str, str] | None) -> tuple[ModelConfig,
 
 
 def run_all(tasks: Iterator[Task]) -> None:
-    """Run tasks in threads, a bounded number ahead; the first error ends it."""
-    workers = len(os.sched_getaffinity(0))
-    threads = torch.get_num_threads()
-    waiting: deque[Future[None]] = deque()
-    try:
-        # A thread's own operations must not be spread over all cores once more.
-        with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    """Run tasks in threads, a bounded number ahead, and what they return in this one, in the tasks' order.
+
+    The first error ends it.
+    """
+    waiting: deque[Future[Rest | None]] = deque()
+
+    def settle() -> None:
+        if rest := waiting.popleft().result():
+            rest()
+
+    with threads.pool(MOST_THREADS) as pool:
+        try:
             for task in tasks:
                 waiting.append(pool.submit(task))
-                if len(waiting) > 2 * workers:
-                    waiting.popleft().result()
+                if len(waiting) > AHEAD * threads.workers(MOST_THREADS):
+                    settle()
+            while waiting:
+                settle()
+        finally:
             for future in waiting:
-                future.result()
-    finally:
-        torch.set_num_threads(threads)  # threads yet to come take the number that was set last
+                future.cancel()
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+    """Return a tensor to be filled; on a CPU in huge pages where the system has them.
+
+    Filling gigabytes page by page takes longer than decoding them.
+    """
+    tensor = torch.empty(shape, dtype=dtype, device="meta")
+    if device != "cpu" or tensor.nbytes < HUGE_PAGE:
+        return torch.empty(shape, dtype=dtype, device=device)
+    try:
+        memory = mmap.mmap(-1, tensor.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    except OSError:  # a kernel without them, or a false shape, which torch then refuses
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 class _Loader:
@@ -190,13 +226,14 @@ class _Loader:
         self.path, self.stored, self.sums, self.device, self.dtype = path, stored, sums, device, dtype
         self.left = set(stored.keys())
         self.tensors: Parts = {}
+        self.ends: list[tuple[str, Tensor]] = []  # of every block on a GPU: its least and largest value
 
     def tasks(self, plan: Plan) -> Iterator[Task]:
         for name, settings in plan.items():
             parts = parts_of(self.stored, name, self.left)
             self.left.difference_update(name + suffix for suffix in parts)
             for suffix, part in parts.items():
-                yield partial(check_sums, self.path, name + suffix, part, self.sums)
+                yield from sum_checks(self.path, name + suffix, part, self.sums)
             yield from self._decodings(name, settings, parts)
 
     def _decodings(self, name: str, settings: Settings, parts: Parts) -> Iterator[Task]:
@@ -208,23 +245,47 @@ class _Loader:
             tensor: Tensor | None = None
             for job in jobs:  # the first job has checked the parts, so a false shape takes no memory
                 if tensor is None:
-                    tensor = torch.empty(tuple(shape), dtype=self.dtype, device=self.device)
+                    tensor = empty(tuple(shape), self.dtype, self.device)
                     self.tensors[name] = tensor
                 yield partial(self._decode, name, settings, tensor, job)
         except DAMAGE as error:
             raise self._undecodable(name, settings, error) from error
 
-    def _decode(self, name: str, settings: Settings, tensor: Tensor, job: Decoding) -> None:
+    def _decode(self, name: str, settings: Settings, tensor: Tensor, job: Decoding) -> Rest | None:
         try:
-            rows, values = job()
+            rest = job()
+        except DAMAGE as error:
+            raise self._undecodable(name, settings, error) from error
+        if tensor.is_cuda:
+            return partial(self._place, name, settings, tensor, rest)
+        self._place(name, settings, tensor, rest)
+        return None
+
+    def _place(self, name: str, settings: Settings, tensor: Tensor, rest: Callable[[], Placed]) -> None:
+        try:
+            rows, values = rest()
             tensor[rows] = values.to(self.dtype)
         except DAMAGE as error:
             raise self._undecodable(name, settings, error) from error
-        low, high = values.aminmax()
-        if not bool(torch.isfinite(high - low)):
-            bad = (~torch.isfinite(values)).reshape(len(values), -1).any(1).nonzero()[0]
-            row = rows.start + int(bad) if isinstance(rows, slice) else int(rows[bad])
+        ends = torch.stack(values.aminmax())
+        if tensor.is_cuda:
+            self.ends.append((name, ends))
+        elif not bool(torch.isfinite(ends).all()):
+            bad = int((~torch.isfinite(values)).reshape(len(values), -1).any(1).nonzero()[0])
+            row = rows.start + bad if isinstance(rows, slice) else int(rows[bad])
             raise ValueError(f"{self.path}: tensor {name}, row {row}: not a finite number")
+
+    def check_ends(self) -> None:
+        """Refuse what is not finite on a GPU: asked once, since each question makes the host wait for it."""
+        if not self.ends:
+            return
+        finite = torch.isfinite(torch.stack([ends for _, ends in self.ends])).all(1).tolist()
+        for (name, _), good in zip(self.ends, finite, strict=True):
+            if not good:
+                try:
+                    check_finite(name, self.tensors[name])
+                except ValueError as error:
+                    raise ValueError(f"{self.path}: {error}") from error
 
     def _undecodable(self, name: str, settings: Settings, error: Exception) -> ValueError:
         told = str(error)

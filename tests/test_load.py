@@ -3,6 +3,9 @@
 import json
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -67,3 +70,57 @@ def test_torchs_threads_are_left_as_they_were(tmp_path: Path) -> None:
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+class Lazily:
+    """A job whose halves say in which thread they ran."""
+
+    def __init__(self, ran: list[tuple[str, int]]) -> None:
+        self.ran = ran
+
+    def __call__(self) -> Callable[[], None]:
+        self.ran.append(("host", threading.get_ident()))
+        return lambda: self.ran.append(("device", threading.get_ident()))
+
+
+def test_the_second_half_of_a_task_runs_in_the_callers_thread_in_order() -> None:
+    """A GPU is spoken to by one thread."""
+    ran: list[tuple[str, int]] = []
+    order: list[int] = []
+
+    def task(index: int) -> Callable[[], None]:
+        rest = Lazily(ran)()
+
+        def second() -> None:
+            order.append(index)
+            rest()
+
+        return second
+
+    weights.run_all(partial(task, index) for index in range(100))
+    assert order == list(range(100))
+    assert {thread for half, thread in ran if half == "device"} == {threading.get_ident()}
+    assert threading.get_ident() not in {thread for half, thread in ran if half == "host"}
+
+
+def test_an_error_ends_the_run_without_the_tasks_that_wait() -> None:
+    begun: list[int] = []
+
+    def task(index: int) -> None:
+        begun.append(index)
+        if index == 3:
+            raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        weights.run_all(partial(task, index) for index in range(100_000))
+    assert len(begun) < 100_000
+
+
+def test_a_block_of_a_file_that_is_not_finite_is_refused_with_its_row(tmp_path: Path) -> None:
+    told = {"x": {"codec": "bf16", "shape": [600, 2048]}}
+    weight = torch.zeros(600, 2048)
+    parts = weights.encode({"x": weight}, told)
+    parts["x"][577, 3] = float("-inf")
+    weights.save(tmp_path / "x", small_config(), told, parts)
+    with pytest.raises(ValueError, match=r"x: tensor x, row 577: not a finite number"):
+        weights.load(tmp_path / "x", dtype=torch.bfloat16)

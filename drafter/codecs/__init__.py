@@ -6,6 +6,9 @@ A codec module has three functions:
     encode(weight, settings, side) -> parts, by suffix; weight float32, [rows, columns] or [size]
     blocks(parts, settings, device) -> jobs, each of which decodes some rows to float32 on the device
 
+A job has two halves: called in any thread, it does the host's share (expanding what is compressed) and
+returns what does the rest on the device. A GPU is so fed by one thread, while the others only expand.
+
 `settings` is the tensor's entry in the plan that travels in the file's header: `codec`, `shape`, and what
 else the codec needs. `side` holds tensors that were planned beside the weight, such as the entropy codec's
 steps. Over any codec lie, where the settings say so, a low-rank correction (`rank`) and zstd (`zstd`, its
@@ -13,6 +16,7 @@ level). Decoding is by blocks alone, so that what serving streams and what train
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from math import prod
 from typing import Any, Protocol, cast
@@ -24,7 +28,8 @@ Settings = dict[str, Any]
 Parts = dict[str, Tensor]
 Rows = slice | Tensor
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
-Decoding = Callable[[], tuple[Rows, Tensor]]
+Placed = tuple[Rows, Tensor]
+Decoding = Callable[[], Callable[[], Placed]]
 
 BLOCK_WEIGHTS = 1 << 20  # decoded at a time: a few MB in flight for each thread
 
@@ -41,7 +46,7 @@ class Codec(Protocol):
         ...
 
     def blocks(self, parts: Parts, settings: Settings, device: str) -> Iterator[Decoding]:
-        """Yield jobs that return some rows' places and their float32 values on the device."""
+        """Yield jobs, whose second half returns some rows' places and their float32 values on the device."""
         ...
 
 
@@ -109,7 +114,7 @@ def decode(parts: Parts, settings: Settings, device: str = "cpu") -> Tensor:
     """
     tensor = torch.empty(tuple(settings["shape"]), dtype=torch.float32, device=device)
     for job in blocks(parts, settings, device):
-        rows, values = job()
+        rows, values = job()()
         tensor[rows] = values
     return tensor
 
@@ -135,6 +140,11 @@ def row_blocks(rows: int, columns: int) -> Iterator[slice]:
     step = max(1, BLOCK_WEIGHTS // max(1, columns))
     for start in range(0, rows, step):
         yield slice(start, min(rows, start + step))
+
+
+def on_device(decode: Callable[..., Placed], *arguments: object) -> Decoding:
+    """Return a job without a share for the host."""
+    return partial(partial, decode, *arguments)
 
 
 def _check(parts: Parts, expected: Layout) -> None:

@@ -1,12 +1,11 @@
 """bfloat16: half the bytes of float32, for norms and for weights that are not quantised."""
 
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from drafter.codecs import Decoding, Layout, Parts, Settings, row_blocks
+from drafter.codecs import Decoding, Layout, Parts, Placed, Settings, on_device, row_blocks
 
 
 def layout(settings: Settings) -> Layout:
@@ -28,8 +27,8 @@ def blocks(parts: Parts, settings: Settings, device: str) -> Iterator[Decoding]:
     """Widen to float32; exact."""
     columns = settings["shape"][1] if len(settings["shape"]) > 1 else 1
     for rows in row_blocks(settings["shape"][0], columns):
-        yield partial(_decode, parts[""], rows, device)
+        yield on_device(_decode, parts[""], rows, device)
 
 
-def _decode(stored: Tensor, rows: slice, device: str) -> tuple[slice, Tensor]:
+def _decode(stored: Tensor, rows: slice, device: str) -> Placed:
     return rows, stored[rows].to(device).float()

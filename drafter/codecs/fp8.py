@@ -4,12 +4,11 @@ bytes = rows * columns + 4.
 """
 
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from drafter.codecs import Decoding, Layout, Parts, Settings, row_blocks
+from drafter.codecs import Decoding, Layout, Parts, Placed, Settings, on_device, row_blocks
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max  # 448
 SMALLEST = torch.finfo(torch.float32).tiny * LARGEST
@@ -34,8 +33,8 @@ def blocks(parts: Parts, settings: Settings, device: str) -> Iterator[Decoding]:
     """Codes times the scale, float32."""
     scale = parts[".scale"].to(device)
     for rows in row_blocks(*settings["shape"]):
-        yield partial(_decode, parts[".codes"], scale, rows, device)
+        yield on_device(_decode, parts[".codes"], scale, rows, device)
 
 
-def _decode(codes: Tensor, scale: Tensor, rows: slice, device: str) -> tuple[slice, Tensor]:
+def _decode(codes: Tensor, scale: Tensor, rows: slice, device: str) -> Placed:
     return rows, codes[rows].to(device).float().mul_(scale)

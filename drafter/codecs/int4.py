@@ -6,12 +6,11 @@ off, and keeps the one of least squared error. bytes = rows * columns / 2 + 2 * 
 """
 
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from drafter.codecs import Decoding, Layout, Parts, Settings, row_blocks
+from drafter.codecs import Decoding, Layout, Parts, Placed, Settings, on_device, row_blocks
 from drafter.codecs.rows import inverse, nonzero_steps
 
 CLIPS = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6)
@@ -44,10 +43,10 @@ def round_trip(weight: Tensor, settings: Settings) -> Tensor:
 def blocks(parts: Parts, settings: Settings, device: str) -> Iterator[Decoding]:
     """Codes times steps, float32; the product of two short numbers is exact."""
     for rows in row_blocks(*settings["shape"]):
-        yield partial(_decode, parts[".codes"], parts[".scales"], settings["group"], rows, device)
+        yield on_device(_decode, parts[".codes"], parts[".scales"], settings["group"], rows, device)
 
 
-def _decode(packed: Tensor, scales: Tensor, group: int, rows: slice, device: str) -> tuple[slice, Tensor]:
+def _decode(packed: Tensor, scales: Tensor, group: int, rows: slice, device: str) -> Placed:
     packed, scales = packed[rows].to(device), scales[rows].to(device)
     levels = torch.stack((packed & 15, packed >> 4), dim=-1).reshape(*scales.shape, group)
     return rows, levels.float().sub_(8).mul_(scales.float()[..., None]).flatten(1)

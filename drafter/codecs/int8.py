@@ -4,12 +4,11 @@ bytes = rows * columns + 2 * rows.
 """
 
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from drafter.codecs import Decoding, Layout, Parts, Settings, row_blocks
+from drafter.codecs import Decoding, Layout, Parts, Placed, Settings, on_device, row_blocks
 from drafter.codecs.rows import inverse, nonzero_steps
 
 
@@ -30,8 +29,8 @@ def blocks(parts: Parts, settings: Settings, device: str) -> Iterator[Decoding]:
     """Codes times steps; exact in float32."""
     steps = parts[".steps"].to(device).float()
     for rows in row_blocks(*settings["shape"]):
-        yield partial(_decode, parts[".codes"], steps, rows, device)
+        yield on_device(_decode, parts[".codes"], steps, rows, device)
 
 
-def _decode(codes: Tensor, steps: Tensor, rows: slice, device: str) -> tuple[slice, Tensor]:
+def _decode(codes: Tensor, steps: Tensor, rows: slice, device: str) -> Placed:
     return rows, codes[rows].to(device).float().mul_(steps[rows, None])

@@ -4,13 +4,13 @@ The product of two bfloat16 numbers has 16 significant bits; their sum over the 
 where the order of the terms does not reach the last bit of float32: so devices and block sizes agree.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from drafter.codecs import Decoding, Layout, Parts, Rows, Settings
+from drafter.codecs import Decoding, Layout, Parts, Placed, Settings
 
 
 def layout(settings: Settings) -> Layout:
@@ -55,8 +55,12 @@ def corrected(jobs: Iterator[Decoding], stored: Parts, device: str) -> Iterator[
         yield partial(_add, job, left, right)
 
 
-def _add(job: Decoding, left: Tensor, right: Tensor) -> tuple[Rows, Tensor]:
-    rows, values = job()
+def _add(job: Decoding, left: Tensor, right: Tensor) -> Callable[[], Placed]:
+    return partial(_added, job(), left, right)
+
+
+def _added(rest: Callable[[], Placed], left: Tensor, right: Tensor) -> Placed:
+    rows, values = rest()
     return rows, (values.double() + _product(left[rows], right)).float()
 
 

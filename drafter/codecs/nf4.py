@@ -6,12 +6,11 @@ bytes = weights / 2 + 4 * weights / group.
 """
 
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from drafter.codecs import Decoding, Layout, Parts, Settings, row_blocks
+from drafter.codecs import Decoding, Layout, Parts, Placed, Settings, on_device, row_blocks
 
 LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -59,10 +58,10 @@ def blocks(parts: Parts, settings: Settings, device: str) -> Iterator[Decoding]:
     """Levels times scales, float32."""
     table = torch.tensor(LEVELS, device=device)
     for rows in row_blocks(*settings["shape"]):
-        yield partial(_decode, parts, table, settings["group"], rows, device)
+        yield on_device(_decode, parts, table, settings["group"], rows, device)
 
 
-def _decode(parts: Parts, table: Tensor, group: int, rows: slice, device: str) -> tuple[slice, Tensor]:
+def _decode(parts: Parts, table: Tensor, group: int, rows: slice, device: str) -> Placed:
     packed, scales = parts[".codes"][rows].to(device), parts[".scales"][rows].to(device)
     codes = torch.stack((packed >> 4, packed & 15), dim=-1).reshape(-1).int()
     values = table.index_select(0, codes).reshape(*scales.shape, group)

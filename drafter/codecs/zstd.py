@@ -1,6 +1,15 @@
-"""zstd over any codec's parts: each becomes one frame, in blocks of bytes of its own type."""
+"""zstd over any codec's parts: each becomes one frame, in blocks of bytes of its own type.
 
+Frames are expanded by libzstd itself, as the pinned binding carries it: one call without the interpreter's
+lock, straight into the tensor that keeps the bytes. The binding's own call joins pieces while every other
+thread waits.
+"""
+
+import ctypes
+from functools import cache
+from importlib import import_module
 from math import prod
+from typing import Any
 
 import torch
 from backports import zstd
@@ -29,31 +38,58 @@ def decompress(parts: Parts, expected: Layout, settings: Settings) -> Parts:
     for suffix, (shape, dtype) in expected.items():
         known = -1 not in shape
         most = prod(shape) * dtype.itemsize if known else 8 * prod(settings["shape"]) + ROOM
-        raw = expand(memoryview(to_bytes(parts[suffix + SUFFIX])), most if known else None, most)
-        found[suffix] = from_bytes(raw).view(dtype).reshape(shape)
+        found[suffix] = expand(parts[suffix + SUFFIX], most, exact=known).view(dtype).reshape(shape)
     if unknown := sorted(parts.keys() - {suffix + SUFFIX for suffix in expected}):
         raise ValueError(f"{unknown[0]} is no part of it")
     return found
 
 
-def expand(frame: memoryview, size: int | None, most: int | None = None) -> bytes:
-    """Decompress exactly one frame that must hold `size` bytes (None: at most `most`).
+def expand(frame: Tensor, size: int, *, exact: bool = True, pinned: bool = False) -> Tensor:
+    """Decompress exactly one frame that must hold `size` bytes, or at most as many.
+
+    Args:
+        frame: uint8, on the host, contiguous.
+        size: the bytes that it must hold.
+        exact: False: at most `size`.
+        pinned: whether a GPU is to copy the result while the host goes on.
 
     Raises:
-        ValueError: it does not.
+        ValueError: the frame holds something else, or is not one whole frame.
     """
-    most = size if size is not None else most or 0
-    reader = zstd.ZstdDecompressor()
-    try:
-        raw = reader.decompress(frame, max_length=most + 1)
-        if not reader.eof and len(raw) <= most:  # an empty frame ends only when it is asked again
-            raw += reader.decompress(b"", max_length=1)
-    except (zstd.ZstdError, EOFError) as error:
-        raise ValueError(f"a zstd frame is damaged ({error})") from error
-    if not reader.eof or reader.unused_data or (size is not None and len(raw) != size):
-        state = "and goes on" if not reader.eof else f"and {len(reader.unused_data)} bytes lie behind it"
-        raise ValueError(f"a zstd frame of {len(frame)} bytes: expected {most}, found {len(raw)} {state}")
-    return raw
+    plain, quick = _library()
+    start, length = frame.data_ptr(), frame.numel()
+    said = quick.ZSTD_getFrameContentSize(start, length)
+    if said > size or (exact and said != size):
+        told = "no size" if said >= 1 << 63 else str(said)
+        raise ValueError(f"a zstd frame of {length} bytes: expected {size}, its head says {told}")
+    room = torch.empty(said, dtype=torch.uint8, pin_memory=pinned)
+    written = plain.ZSTD_decompress(room.data_ptr(), said, start, length)
+    if quick.ZSTD_isError(written):
+        reason = quick.ZSTD_getErrorName(written).decode()
+        raise ValueError(f"a zstd frame of {length} bytes is damaged ({reason})")
+    whole = quick.ZSTD_findFrameCompressedSize(start, length)
+    if written != said or whole != length:
+        raise ValueError(f"a zstd frame of {length} bytes: expected {said}, found {written}, and it ends "
+                         f"after {whole}")
+    return room
+
+
+@cache
+def _library() -> tuple[Any, Any]:
+    """libzstd's stable calls twice: without the interpreter's lock, and with it for what takes no time."""
+    path = import_module("backports.zstd._zstd").__file__
+    plain, quick = ctypes.CDLL(path), ctypes.PyDLL(path)
+    place, size = ctypes.c_void_p, ctypes.c_size_t
+    plain.ZSTD_decompress.argtypes, plain.ZSTD_decompress.restype = (place, size, place, size), size
+    for name, takes, gives in (
+        ("ZSTD_getFrameContentSize", (place, size), ctypes.c_ulonglong),
+        ("ZSTD_findFrameCompressedSize", (place, size), size),
+        ("ZSTD_isError", (size,), ctypes.c_uint),
+        ("ZSTD_getErrorName", (size,), ctypes.c_char_p),
+    ):  # fmt: skip
+        call = getattr(quick, name)
+        call.argtypes, call.restype = takes, gives
+    return plain, quick
 
 
 def to_bytes(part: Tensor) -> memoryview:
