@@ -17,7 +17,8 @@ LEAST_SHARE = 0.995  # of the allotment that is spent
 AIM_SHARE = 0.998
 SAMPLE_WEIGHTS = 1 << 16  # of each matrix, for estimates
 CLOSE = 2e-4  # of the bytes, for estimates
-HALVINGS = 40
+LOOKS = 40  # at estimates, for one shift
+PLAIN_BITS = 2.05  # of codes whose step is their rms
 BY_ESTIMATE = 4  # attempts
 ATTEMPTS = 12
 NEAR = 0.01
@@ -146,13 +147,20 @@ def _samples(tensors: Mapping[str, Tensor], logs: LogSteps) -> list[Sample]:
 
 
 class _Search:
-    """Looks for the shift whose file has the size aimed at; more shift, fewer bytes."""
+    """Looks for the shift whose file has the size aimed at; more shift, fewer bytes.
+
+    Estimates go by the secant method between bounds that real sizes have set.
+    """
 
     def __init__(self, samples: list[Sample], aim_bytes: float) -> None:
         self.samples, self.aim_bytes = samples, aim_bytes
+        count = max(1.0, sum(sample.scale * sample.weight.numel() for sample in samples))
         even = _even_shift(samples)
         self.finest = self.low = even + FINEST
         self.high = even + COARSEST
+        self.guess = even + PLAIN_BITS - 8 * aim_bytes / count
+        self.slope = -count / 8  # bytes a doubling of the steps: a bit a weight at first
+        self.looked: tuple[float, float] | None = None  # the last shift and its estimate
         self.beyond = 0.0  # bytes that the file has and the estimate has not
         self.tried = 0
 
@@ -161,22 +169,34 @@ class _Search:
         self.tried += 1
         if self.tried > BY_ESTIMATE:
             return (self.low + self.high) / 2
-        low, high = self.low, self.high
-        for _ in range(HALVINGS):
-            shift = (low + high) / 2
-            found = estimated_bytes(self.samples, shift) + self.beyond
-            if abs(found - self.aim_bytes) < CLOSE * self.aim_bytes:
+        low, high, guess = self.low, self.high, self.guess
+        for _ in range(LOOKS):
+            shift = guess if low < guess < high else (low + high) / 2
+            missed = self._estimate(shift) + self.beyond - self.aim_bytes
+            if abs(missed) < CLOSE * self.aim_bytes:
                 break
-            low, high = (shift, high) if found > self.aim_bytes else (low, shift)
+            low, high = (shift, high) if missed > 0 else (low, shift)
+            guess = shift - missed / self.slope
         return shift
 
     def learn(self, shift: float, size_bytes: int) -> None:
         """Take note of a real size."""
-        if size_bytes > self.aim_bytes:
+        missed = size_bytes - self.aim_bytes
+        if missed > 0:
             self.low = shift
         else:
             self.high = shift
-        self.beyond = size_bytes - estimated_bytes(self.samples, shift)
+        self.beyond = size_bytes - self._estimate(shift)
+        self.guess = shift - missed / self.slope
+
+    def _estimate(self, shift: float) -> float:
+        if self.looked and self.looked[0] == shift:
+            return self.looked[1]
+        found = estimated_bytes(self.samples, shift)
+        if self.looked and (slope := (found - self.looked[1]) / (shift - self.looked[0])) < 0:
+            self.slope = slope
+        self.looked = shift, found
+        return found
 
 
 def _even_shift(samples: list[Sample]) -> float:
