@@ -26,8 +26,10 @@ from stages.wrapper.lifeline import die_with
 VARIABLE = "NPROC"
 
 
-def ranks_asked(device: str) -> int:
+def ranks_asked(job: Job) -> int:
     """Return how many ranks the variable NPROC asks for: one where it is not set.
+
+    A stage that reaches servers is one process: that keeps them busy, and its ways to a network are watched.
 
     Raises:
         UserError: it is no number from 1 on, or there are fewer GPUs.
@@ -35,8 +37,8 @@ def ranks_asked(device: str) -> int:
     text = os.environ.get(VARIABLE) or "1"
     if not (text.isascii() and text.isdigit() and int(text)):
         raise UserError(f"{VARIABLE} takes a number of processes, 1 or more (found {text!r})")
-    count = int(text)
-    if device == "cuda" and count > (found := torch.cuda.device_count()):
+    count = 1 if job.reach else int(text)
+    if job.device == "cuda" and count > (found := torch.cuda.device_count()):
         raise UserError(f"{VARIABLE}={count} needs as many GPUs, and {found} can be used here; look at "
                         f"nvidia-smi and CUDA_VISIBLE_DEVICES, or say {VARIABLE}={found}")
     return count

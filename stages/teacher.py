@@ -67,9 +67,7 @@ def run(job: Job) -> dict[str, object]:
     Raises:
         UserError: there is no prompt to train on, or too few of those continuations are reproduced.
     """
-    tasks = tasks_of(job)
-    # One process is enough to keep servers busy, and only in this one are its ways to a network watched.
-    count = 1 if job.reach else ranks_asked(job.device)
+    tasks, count = tasks_of(job), ranks_asked(job)
     prompts: Counter[str] = Counter()
     for task in tasks:
         prompts[task.kind] += len(task.rows)

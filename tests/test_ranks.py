@@ -171,17 +171,21 @@ def test_what_ranks_return_or_failed_of_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "two", "1.5", "²"])
-def test_a_number_of_ranks_that_is_none_is_a_sentence(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_number_of_ranks_that_is_none_is_a_sentence(
+        text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NPROC", text)
     with pytest.raises(UserError, match=f"NPROC takes a number of processes, 1 or more .found '{text}'"):
-        ranks_asked("cpu")
+        ranks_asked(make_job(tmp_path))
 
 
-def test_more_ranks_than_gpus_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_ranks_than_gpus_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = make_job(tmp_path)
+    on_gpu = replace(job, device="cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.delenv("NPROC", raising=False)
-    assert ranks_asked("cuda") == 1
+    assert ranks_asked(on_gpu) == 1
     monkeypatch.setenv("NPROC", "2")
-    assert ranks_asked("cpu") == 2
+    assert ranks_asked(job) == 2
+    assert ranks_asked(replace(job, reach=("http://127.0.0.1:8000",))) == 1
     with pytest.raises(UserError, match=r"NPROC=2 needs as many GPUs, and 1 can be used here.*say NPROC=1"):
-        ranks_asked("cuda")
+        ranks_asked(on_gpu)
