@@ -110,7 +110,7 @@ async def serve(engine: "Engine", settings: Settings, address: Address, sums: Su
     logs.event(logging.INFO, "stopping", code=code, open_connections=len(server.connections))
     if code == 0:
         await asyncio.sleep(ARRIVAL_S)  # after a fault, what is on its way is the next server's
-    await _go_down(service, server)
+    await _go_down(service, server, LAST_WORDS_S if code else GRACE_S)
     heart.cancel()
     logs.event(logging.INFO, "stopped", code=code)
     if batcher.busy or code:
@@ -130,12 +130,12 @@ async def _beat() -> None:
     faulthandler.cancel_dump_traceback_later()
 
 
-async def _go_down(service: Service, server: Any) -> None:
+async def _go_down(service: Service, server: Any, grace_s: float) -> None:
     """Answer what was accepted, and accept no more."""
     service.draining = True
     server.server.close()
     await asyncio.sleep(ARRIVAL_S)
-    await _drain(server, GRACE_S)
+    await _drain(server, grace_s)
     service.batcher.stop()
     await _drain(server, LAST_WORDS_S)
 

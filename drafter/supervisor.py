@@ -57,7 +57,11 @@ class Supervisor:
         failures = 0
         while True:
             since = time.monotonic()
-            code = self._serve()
+            try:
+                code = self._serve()
+            except OSError as error:  # no memory or no process to be had just now
+                say(f"the server cannot be started: {error}")
+                code = 1
             if self.told or code in (0, 2):
                 return code
             failures = 1 if time.monotonic() - since >= STEADY_S else failures + 1

@@ -4,12 +4,23 @@ import hashlib
 import os
 import shutil
 import signal
+import socket
 import stat
 
 import httpx
 import pytest
 from outputs import WHEEL, child, edit, ended, gone, served, write_output
 from serving import free_port
+
+from drafter import supervisor
+
+DEAF = """
+import signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("up", flush=True)
+while True:
+    signal.pause()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +171,26 @@ def test_a_signal_during_a_pause_ends_it(failing, tmp_path):
     with served(failing / "serve.sh", tmp_path / "log", TMPDIR=str(tmp_path)) as server:
         server.wait_for("again in 1 s")
         assert server.stop() == 0
+
+
+def test_a_server_that_cannot_even_be_started_is_tried_and_given_up(monkeypatch, capfd):
+    monkeypatch.setattr(supervisor, "LONGEST_PAUSE_S", 0)
+    with socket.socket() as listener:
+        assert supervisor.Supervisor(["/no/such/python"], listener).run() == 1
+    assert capfd.readouterr().err.count("cannot be started: [Errno 2]") == 5
+
+
+def test_a_server_that_does_not_hear_is_ended(output, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(output, copy)
+    (copy / "drafter" / "server.py").write_text(DEAF)
+    edit(copy / "drafter" / "supervisor.py", "STOP_S = 9.5", "STOP_S = 0.5")
+    with served(copy / "serve.sh", tmp_path / "log", TMPDIR=str(tmp_path)) as server:
+        server.wait_for("up")
+        left = child(server)
+        assert server.stop() == 1
+        assert gone(left)
+        assert "did not go down within 0.5 s" in server.log.read_text()
 
 
 def test_a_signal_during_the_installation_leaves_nothing_behind(output, tmp_path):
