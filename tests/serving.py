@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -45,13 +46,13 @@ SERVING = {
 }
 
 
-def random_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+def random_tensors(config: ModelConfig = CONFIG) -> dict[str, torch.Tensor]:
     """Random weights, wide enough that drafts differ from one another."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     with torch.no_grad():
         return {
             name: value if "norm" in name else torch.randn_like(value) * 0.3
-            for name, value in Decoder(CONFIG).state_dict().items()
+            for name, value in Decoder(config).state_dict().items()
         }
 
 
@@ -109,9 +110,13 @@ class Server:
 
     def wait_for(self, text: str, deadline_s: float = 60) -> None:
         """Wait until the log holds a text."""
+        self.wait_until(lambda: text in self.log.read_text(), deadline_s)
+
+    def wait_until(self, happened: Callable[[], bool], deadline_s: float = 60) -> None:
+        """Wait until something is so."""
         end = time.monotonic() + deadline_s
-        while text not in self.log.read_text():
-            assert time.monotonic() < end, f"no {text!r} after {deadline_s} s: {self.log.read_text()}"
+        while not happened():
+            assert time.monotonic() < end, f"nothing in {deadline_s} s: {self.log.read_text()}"
             time.sleep(0.02)
 
     def stop(self) -> int:
@@ -132,6 +137,12 @@ def answers(url: str) -> bool:
         return httpx.get(f"{url}/health", timeout=5, trust_env=False).status_code == 200
     except httpx.TransportError:
         return False
+
+
+def figures(url: str) -> dict[str, float]:
+    """What /metrics says, by name and labels."""
+    lines = httpx.get(f"{url}/metrics", timeout=60, trust_env=False).text.splitlines()
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
 
 
 @contextmanager
@@ -183,9 +194,15 @@ class Wire:
         self.reader, self.writer = reader, writer
 
     @classmethod
-    async def open(cls, url: str) -> "Wire":
+    async def open(cls, url: str, buffer_bytes: int = 0) -> "Wire":
+        """Connect; with a receive buffer of so many bytes what is not read stays with the server."""
         host, _, port = url.removeprefix("http://").partition(":")
-        return cls(*await asyncio.open_connection(host, int(port)))
+        own = socket.socket()
+        own.setblocking(False)
+        if buffer_bytes:
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
+        await asyncio.get_running_loop().sock_connect(own, (host, int(port)))
+        return cls(*await asyncio.open_connection(sock=own, limit=buffer_bytes or 1 << 16))
 
     async def send(self, *parts: bytes, pause_s: float = 0.0) -> None:
         """Write the parts of a request, with a pause between them."""

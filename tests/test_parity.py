@@ -19,7 +19,7 @@ from alone import FAMILIES, VOCAB, Alone, cut, small_model
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
-from serving import Server, running, write_model
+from serving import Server, figures, running, write_model
 
 from drafter.config import ModelConfig
 from drafter.engine import Engine
@@ -196,8 +196,7 @@ def test_any_interleaving_over_http_drafts_as_alone(served: tuple[str, Server]) 
             return draft
 
         trial(family, lambda _: lambda requests: list(pool.map(asked, requests)), DRAFT, examples=12)
-        lines = [line.rsplit(" ", 1) for line in client.get("/metrics").text.splitlines() if line[0] != "#"]
-        figures = {name: float(value) for name, value in lines}
-    assert figures["drafter_batch_rows_sum"] > 1.2 * figures["drafter_batch_rows_count"]
-    assert figures["drafter_prefix_hits_total"] > 50
-    assert figures["drafter_reused_tokens_total"] > 1000
+    seen = figures(server.url)
+    assert seen["drafter_batch_rows_sum"] > 1.2 * seen["drafter_batch_rows_count"]
+    assert seen["drafter_prefix_hits_total"] > 50
+    assert seen["drafter_reused_tokens_total"] > 1000

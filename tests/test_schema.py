@@ -15,7 +15,7 @@ import httpx
 import malformed
 import pytest
 from malformed import CLOSED, VOCAB, Malformed
-from serving import CONTEXT, Server, Wire, post, running, write_model
+from serving import CONTEXT, Server, Wire, figures, post, running, write_model
 
 TESTS = Path(__file__).resolve().parent
 COUNT, SENDERS, NEIGHBOURS, LONGEST_S = 10_000, 8, 8, 20
@@ -42,11 +42,6 @@ def test_schemathesis_finds_nothing_that_the_server_does_not_say_of_itself(
     tried = re.search(r"(\d+) generated, (\d+) passed", done.stdout)
     assert tried is not None, done.stdout
     assert int(tried[1]) == int(tried[2]) > 100
-
-
-def figures(url: str) -> dict[str, float]:
-    lines = httpx.get(f"{url}/metrics", trust_env=False).text.splitlines()
-    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
 
 
 async def status(wire: Wire, one: Malformed) -> int | None:
