@@ -83,7 +83,7 @@ def test_touching_files_comments_and_docstrings_rerun_nothing(copy: Mill) -> Non
     ("stages/training/rows.py", "class Rows:", "UNUSED = 1\n\n\nclass Rows:", {"distill", "qat"}),
     ("drafter/server.py", "import ", "UNUSED = 1\nimport ", {"pack"}),
     ("serve.sh", "umask 077", "umask 027", {"pack"}),
-    ("profiles/toy.toml", "top_k = 4", "top_k = 5", {"teacher"}),
+    ("profiles/toy.toml", "top_k = 4", "top_k = 5", {"teacher", "pack"}),
     ("profiles/toy.toml", "rows = 28", "rows = 27", {"data"}),
     ("profiles/toy.toml", "[limits]", "[selfcheck]\nretries = 1\n[limits]", {"selfcheck"}),
 ])  # fmt: skip
