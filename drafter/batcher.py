@@ -36,6 +36,7 @@ class Limits:
         probe_s: how often a broken engine is tried, while its requests wait.
         broken_s: an engine that fails for this long ...
         broken_rounds: ... and this often in a row is given up; one whose device is lost, at once.
+        barren: so many requests in a row without a draft end it, too, though it can draft the probe.
     """
 
     draft_tokens: int = 16
@@ -48,6 +49,7 @@ class Limits:
     probe_s: float = 1.0
     broken_s: float = 3.0
     broken_rounds: int = 5
+    barren: int = 64
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ class Batcher:
         self._failures = 0
         self._failing_since = 0.0
         self._device_lost = False
+        self._barren = 0
         self._step_since: float | None = None
         self._last_step_s = 0.0
 
@@ -178,7 +181,8 @@ class Batcher:
                     await self._probe()
                 elif batch := await self._gather():
                     await self._answer(batch)
-            logs.event(logging.CRITICAL, "given up", failures=self._failures, device_lost=self._device_lost)
+            logs.event(logging.CRITICAL, "given up", failures=self._failures, device_lost=self._device_lost,
+                       barren=self._barren)
         except Exception as error:
             logs.event(logging.CRITICAL, "batcher ended", error=logs.described(error))
         finally:
@@ -187,7 +191,8 @@ class Batcher:
 
     def _hopeless(self) -> bool:
         lasting = time.monotonic() - self._failing_since >= self.limits.broken_s
-        return self._device_lost or (self._failures >= self.limits.broken_rounds and lasting)
+        broken = self._failures >= self.limits.broken_rounds and lasting
+        return self._device_lost or broken or self._barren >= self.limits.barren
 
     def _abandon(self) -> None:
         for pending in self._waiting:
@@ -217,9 +222,11 @@ class Batcher:
             self.metrics.queue_seconds.observe(now - pending.since)
         self.metrics.batch_rows.observe(len(batch))
         fault = await self._answer_or_halve(batch)
+        empty = sum(pending.empty for pending in batch)
+        self._barren = self._barren + empty if empty == len(batch) else 0
         if fault is not None:
             logs.event(logging.ERROR, "step failed", kind=fault.kind, error=fault.error, requests=len(batch),
-                       empty=sum(pending.empty for pending in batch))
+                       empty=empty)
 
     async def _answer_or_halve(self, batch: list[_Pending]) -> Fault | None:
         """Draft for a batch; where that fails, for its halves: only what cannot be drafted goes without."""

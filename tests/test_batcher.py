@@ -183,6 +183,21 @@ def test_a_lost_device_is_given_up_at_once():
     trial(scenario, lost, Limits(probe_s=60, broken_s=60))
 
 
+def test_an_engine_that_drafts_nothing_but_the_probe_is_given_up():
+    def barren(model, requests):
+        if requests != [PROBE] and [99] not in requests:
+            raise ValueError("not these")
+
+    async def scenario(model, batcher):
+        for row in (1, 2, 3, 99, 5, 6, 7):
+            assert await batcher.submit([row], 10) == ([] if row != 99 else expected([99]))
+        assert batcher.ready(50)
+        assert await batcher.submit([8], 10) == []
+        await asyncio.wait_for(batcher.given_up.wait(), 5)
+
+    trial(scenario, barren, Limits(draft_tokens=4, barren=4))
+
+
 def test_a_request_that_cannot_be_drafted_goes_without_and_its_neighbours_do_not():
     def poisoned(model, requests):
         if [13] in requests:
