@@ -111,7 +111,7 @@ def tasks_of(job: Job) -> list[Task]:
 
 def _hands(job: Job, count: int) -> str:
     """Say how many ranks there are, and whether there could be more."""
-    here = torch.cuda.device_count() if job.device == "cuda" else 1
+    here = torch.cuda.device_count() if job.device == "cuda" and not job.reach else 1
     more = f"; {here} GPUs can be used here, and {VARIABLE}={here} uses all" if here > count else ""
     return f"{count} rank{'s' * (count > 1)}{more}"
 
