@@ -34,6 +34,7 @@ from drafter.model import Decoder, build
 COUNT, WARM, IN_FLIGHT = 20_000, 4_000, 32
 DRAFT, TALKS, TURNS = 4, 40, 5  # ids of a draft; conversations, more of them than slots; requests of each
 PATIENCE_S = 50  # the server's own promise
+GROWN = 1.03  # of memory that is the process's own: so little that a request's ids may not be kept
 SHALLOW = replace(CONFIG, layers=1)
 # What a client does next, and how often of a thousand times.
 WAYS = {"ask": 680, "ask twice at once": 60, "send slowly": 40, "read slowly": 20, "leave after asking": 70,
@@ -195,6 +196,6 @@ def test_twenty_thousand_requests_leave_no_trace_and_lose_no_draft(served: Serve
     assert seen['drafter_requests_total{outcome="disconnected"}'] > 100
     assert seen["drafter_empty_drafts_total"] == 0
     assert not any(value for name, value in seen.items() if name.startswith("drafter_failures_total"))
-    assert grown < 1.05, f"resident memory has grown to {grown:.3f} of what it was after {WARM} requests"
+    assert grown < GROWN, f"resident memory has grown to {grown:.3f} of what it was after {WARM} requests"
     served.wait_until(lambda: open_files(served.process.pid) <= files)
     assert served.stop() == 0
