@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -44,6 +45,10 @@ SERVING = {
     "dtype_cpu": "float32",
     "request_max_bytes": 100_000,
 }
+# For what is tried by the thousand.
+SHALLOW = replace(CONFIG, layers=1)
+FEW = 4
+QUICK = SERVING | {"draft_tokens": FEW}
 
 
 def random_tensors(config: ModelConfig = CONFIG) -> dict[str, torch.Tensor]:
@@ -60,7 +65,7 @@ def write_model(folder: Path, serving: dict[str, object] = SERVING, config: Mode
                 tensors: dict[str, torch.Tensor] | None = None) -> Path:
     """Write what the server reads: weights, random ones if none are given, serving.json and their sums."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = random_tensors() if tensors is None else tensors
+    tensors = random_tensors(config) if tensors is None else tensors
     plan = {name: {"codec": "bf16", "shape": list(value.shape)} for name, value in tensors.items()}
     weights.save(folder / "model.safetensors", config, plan, weights.encode(tensors, plan))
     (folder / "serving.json").write_text(json.dumps(serving))

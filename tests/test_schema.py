@@ -15,7 +15,7 @@ import httpx
 import malformed
 import pytest
 from malformed import CLOSED, VOCAB, Malformed
-from serving import CONTEXT, Server, Wire, figures, post, running, write_model
+from serving import CONTEXT, FEW, QUICK, SHALLOW, Server, Wire, figures, post, running, write_model
 
 TESTS = Path(__file__).resolve().parent
 COUNT, SENDERS, NEIGHBOURS, LONGEST_S = 10_000, 8, 8, 20
@@ -23,7 +23,7 @@ COUNT, SENDERS, NEIGHBOURS, LONGEST_S = 10_000, 8, 8, 20
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running(write_model(tmp_path_factory.mktemp("served") / "model")) as server:
+    with running(write_model(tmp_path_factory.mktemp("served") / "model", QUICK, SHALLOW)) as server:
         yield server
 
 
@@ -104,7 +104,7 @@ def test_ten_thousand_malformed_requests_are_refused_and_disturb_nobody(served: 
     texts = [[pick.randrange(VOCAB) for _ in range(pick.randint(1, 2 * CONTEXT))] for _ in range(40)]
     with httpx.Client(base_url=served.url, trust_env=False, timeout=60) as client:
         calm = [client.post("/draft", json={"tokens": text}) for text in texts]
-    assert all(answer.status_code == 200 and len(answer.json()["draft"]) == 16 for answer in calm)
+    assert all(answer.status_code == 200 and len(answer.json()["draft"]) == FEW for answer in calm)
     known = [(post(json.dumps({"tokens": text}).encode()), answer.content)
              for text, answer in zip(texts, calm, strict=True)]  # fmt: skip
     before = figures(served.url)

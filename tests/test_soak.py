@@ -5,7 +5,6 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -15,9 +14,10 @@ import torch
 from alone import Alone, reference
 from malformed import VOCAB
 from serving import (
-    CONFIG,
     CONTEXT,
-    SERVING,
+    FEW,
+    QUICK,
+    SHALLOW,
     TOKEN_LIMIT,
     Server,
     Wire,
@@ -32,10 +32,9 @@ from drafter.engine import Engine
 from drafter.model import Decoder, build
 
 COUNT, WARM, IN_FLIGHT = 20_000, 4_000, 32
-DRAFT, TALKS, TURNS = 4, 40, 5  # ids of a draft; conversations, more of them than slots; requests of each
+TALKS, TURNS = 40, 5  # conversations, more of them than slots, and the requests of each
 PATIENCE_S = 50  # the server's own promise
 GROWN = 1.03  # of memory that is the process's own: so little that a request's ids may not be kept
-SHALLOW = replace(CONFIG, layers=1)
 # What a client does next, and how often of a thousand times.
 WAYS = {"ask": 680, "ask twice at once": 60, "send slowly": 40, "read slowly": 20, "leave after asking": 70,
         "leave in mid-body": 70, "end in mid-body": 20, "ask what is wrong": 40}  # fmt: skip
@@ -50,7 +49,7 @@ def decoder() -> Decoder:
 
 @pytest.fixture
 def served(decoder: Decoder, tmp_path: Path) -> Iterator[Server]:
-    folder = write_model(tmp_path / "model", SERVING | {"draft_tokens": DRAFT}, SHALLOW, decoder.state_dict())
+    folder = write_model(tmp_path / "model", QUICK, SHALLOW, decoder.state_dict())
     with running(folder) as server:
         yield server
 
@@ -63,13 +62,13 @@ def conversations(decoder: Decoder) -> list[Known]:
     number, alone = random.Random(11), Alone(reference(decoder, "llama"), TOKEN_LIMIT)
     talks = []
     for _ in range(TALKS):
-        text = [number.randrange(VOCAB) for _ in range(number.randint(1, CONTEXT - TURNS * (DRAFT + 1)))]
+        text = [number.randrange(VOCAB) for _ in range(number.randint(1, CONTEXT - TURNS * (FEW + 1)))]
         known: Known = []
         for _ in range(TURNS):
-            draft = Engine(decoder, CONTEXT, 1, TOKEN_LIMIT, DRAFT).draft([text], DRAFT)[0]
+            draft = Engine(decoder, CONTEXT, 1, TOKEN_LIMIT, FEW).draft([text], FEW)[0]
             assert alone.agrees(text, draft)
             known.append((text, draft))
-            text = [*text, *draft[: number.randint(0, DRAFT)], number.randrange(TOKEN_LIMIT)]
+            text = [*text, *draft[: number.randint(0, FEW)], number.randrange(TOKEN_LIMIT)]
         talks.append(known)
     assert alone.near_ties == 0
     return talks
