@@ -169,7 +169,7 @@ def test_any_interleaving_drafts_as_alone(family: str) -> None:
         engine.drafting.static = static
         return lambda requests: engine.draft(requests, FEW)
 
-    trial(family, opened, FEW, examples=20)
+    trial(family, opened, FEW, examples=40)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -195,7 +195,7 @@ def test_any_interleaving_over_http_drafts_as_alone(served: tuple[str, Server]) 
             draft: list[int] = answer.json()["draft"]
             return draft
 
-        trial(family, lambda _: lambda requests: list(pool.map(asked, requests)), DRAFT, examples=12)
+        trial(family, lambda _: lambda requests: list(pool.map(asked, requests)), DRAFT, examples=30)
     seen = figures(server.url)
     assert seen["drafter_batch_rows_sum"] > 1.2 * seen["drafter_batch_rows_count"]
     assert seen["drafter_prefix_hits_total"] > 50
