@@ -32,6 +32,7 @@ from drafter.settings import WEIGHTS, Address, Settings, Sums, require
 if TYPE_CHECKING:
     from drafter.engine import Engine
 
+TOLD = (signal.SIGTERM, signal.SIGINT)
 BACKLOG = 1024
 GRACE_S = 7.0  # for the answers that are under way when the server is told to stop
 LAST_WORDS_S = 0.5
@@ -54,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     arguments = parser.parse_args(argv)
     logs.configure(arguments.log_level)
-    signal.signal(signal.SIGTERM, _leave)  # until the loop takes over
+    for number in TOLD:  # until the loop takes over
+        signal.signal(number, _leave)
     try:
         address = Address.from_environment(os.environ)
         listener = bind(address) if arguments.listener is None else socket.socket(fileno=arguments.listener)
@@ -79,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _leave(_number: int, _frame: object) -> NoReturn:
-    sys.exit(0)
+    os._exit(0)  # nothing is under way that would have to end in order
 
 
 async def serve(engine: "Engine", settings: Settings, address: Address, sums: Sums,
@@ -90,7 +92,7 @@ async def serve(engine: "Engine", settings: Settings, address: Address, sums: Su
     swallows a taken port and leaves kept-alive connections open through the whole time of grace.
     """
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in TOLD:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     stall_s = PLAIN_STALL_S if engine.mode == "plain" else STALL_S
     limits = Limits(draft_tokens=settings.draft_tokens, max_batch=settings.max_batch, stall_s=stall_s)

@@ -97,7 +97,9 @@ class Supervisor:
             server.kill()
             say(f"the server did not go down within {STOP_S} s")
             return 1
-        return 0 if code == -signal.SIGTERM else code  # it came before the server could hear it
+        if -code in TOLD:  # it came before the server could hear it
+            return 0
+        return code if code >= 0 else 1
 
 
 def _tied_to(parent: int) -> Callable[[], None]:

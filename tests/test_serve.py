@@ -6,6 +6,7 @@ import shutil
 import signal
 import socket
 import stat
+from pathlib import Path
 
 import httpx
 import pytest
@@ -26,6 +27,14 @@ while True:
 @pytest.fixture(scope="module")
 def output(tmp_path_factory):
     return write_output(tmp_path_factory.mktemp("made") / "output")
+
+
+def command(pid):
+    """The command line of a process; empty once it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
 
 
 def snapshot(folder):
@@ -204,6 +213,18 @@ def test_a_signal_during_the_installation_leaves_nothing_behind(output, tmp_path
         assert server.stop() == 0
         assert gone(installer)
     assert not list(tmp_path.glob("draftmill-*/new.*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_during_the_start_ends_it_without_a_word(output, tmp_path, number):
+    with served(output / "serve.sh", tmp_path / "log", TMPDIR=str(tmp_path)) as server:
+        while not child(server) or b"drafter.server" not in command(child(server)):
+            assert server.process.poll() is None
+        left = child(server)
+        server.process.send_signal(number)
+        assert server.process.wait(10) == 0
+        assert gone(left)
+        assert server.log.read_text() == ""
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "missing"])
