@@ -74,9 +74,12 @@ def make(root: Path) -> None:
     The stamp is written last: a killed install has none and is begun again.
 
     Raises:
-        UserError: a lock is missing, or pip fails.
+        UserError: a lock is missing, .venv is a link, or pip fails.
     """
     state, started = _state(root), time.monotonic()
+    if (root / ".venv").is_symlink():  # what it points to is another's, and would be emptied
+        raise UserError(f"{root / '.venv'} is a link to {(root / '.venv').readlink()}, which was not made "
+                        "from the locks as they are now; remove the link (rm .venv), then run make again")
     print("draftmill: making .venv from the hashed locks, once (about 7 GB, a few minutes)", flush=True)
     venv.EnvBuilder(with_pip=True, clear=True, symlinks=True).create(root / ".venv")
     command = [str(root / ".venv" / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install",

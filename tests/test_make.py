@@ -115,6 +115,20 @@ def test_without_a_python_there_is_a_sentence(workshop: Workshop) -> None:
     assert not (workshop.root / ".venv").exists()
 
 
+def test_an_environment_behind_a_link_is_not_emptied(workshop: Workshop, tmp_path: Path) -> None:
+    theirs = tmp_path / "their environment"
+    theirs.mkdir()
+    (theirs / "kept").touch()
+    (workshop.root / ".venv").symlink_to(theirs)
+    for lock in ("build", "dev"):
+        workshop.write(f"lock/{lock}.txt", "")
+    said = _make(workshop, "install", code=2, RUNNER="host")
+    assert f".venv is a link to {theirs}" in said
+    assert "remove the link (rm .venv)" in said
+    assert (theirs / "kept").exists()
+    assert "Traceback" not in said
+
+
 def test_a_system_python_without_the_libraries_gets_a_sentence(workshop: Workshop) -> None:
     bare = workshop.write("bare/python3", f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
     bare.chmod(0o755)
