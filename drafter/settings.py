@@ -122,6 +122,8 @@ def _listed(path: Path) -> dict[str, str] | None:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
         return None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is damaged: no text in UTF-8 ({error}); copy the folder again") from None
     rows = [line.split(maxsplit=1) for line in lines if line.strip()]
     return {row[-1].removeprefix("*").removeprefix("./"): row[0] for row in rows}
 

@@ -32,7 +32,7 @@ SUM_BYTES = 1 << 22
 MOST_THREADS = 16
 AHEAD = 4  # tasks a thread: what is expanded and not yet on a GPU
 HUGE_PAGE = 1 << 21
-DAMAGE = (KeyError, TypeError, ArithmeticError, RuntimeError, ValueError)
+DAMAGE = (LookupError, TypeError, ArithmeticError, RuntimeError, ValueError)
 
 
 def encode(tensors: Mapping[str, Tensor], plan: Plan, side: Side | None = None) -> Parts:

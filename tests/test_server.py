@@ -459,6 +459,8 @@ def test_damaged_weights_are_named(ended):
     # Another model's whole file is told by the sum of the whole alone.
     code, said = ended(lambda copy: write_sums(copy, ["serving.json"]))
     assert code == 2 and "model.safetensors is damaged" in said and "SHA256SUMS says nothing of it" in said
+    code, said = ended(lambda copy: (copy / "SHA256SUMS").write_bytes(b"\xff\n"))
+    assert code == 2 and "SHA256SUMS is damaged" in said
     code, said = ended(lambda copy: (copy / "model.safetensors").unlink())
     assert code == 2 and "model.safetensors is missing" in said
     for damage in (

@@ -191,6 +191,7 @@ def replan(path: Path, name: str, **change: object) -> None:
         ({"shape": [64]}, ""),
         ({"shape": "64"}, ""),
         ({"shape": None}, ""),
+        ({"shape": [], "codec": "entropy"}, ""),
     ],
 )
 def test_a_plan_that_does_not_fit_what_is_stored(packed: Path, change: dict, said: str) -> None:
