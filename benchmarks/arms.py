@@ -17,7 +17,6 @@ CODECS: dict[str, dict[str, Any]] = {
     "int4 g32 clipped, half the rate": PLAIN | {"codec": "int4", "group": 32, "clip": True,
                                                 "learning_rate": 4e-4},
     "int4 g64 clipped": PLAIN | {"codec": "int4", "group": 64, "clip": True},
-    "int4 g128 clipped": PLAIN | {"codec": "int4", "group": 128, "clip": True},
     "nf4 g64 + rank 32": PLAIN | {"codec": "nf4", "group": 64, "rank": 32},
     "entropy": PLAIN | {"codec": "entropy"},
     "entropy by half Fisher": PLAIN | {"codec": "entropy", "fisher_exponent": 0.5},

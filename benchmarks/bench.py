@@ -5,7 +5,6 @@ is not counted. The file is read back and judged on (a) rows held out of the tra
 conversations of another hand.
 """
 
-import json
 import shutil
 import tempfile
 import time
@@ -29,7 +28,7 @@ from drafter.replay import read_conversations, summary
 from stages.bits.views import replan_step
 from stages.distill import prune
 from stages.errors import UserError
-from stages.files import digest_of
+from stages.files import digest_of, read_json, write_json
 from stages.job import Job
 from stages.models.target import load_target, read_model
 from stages.profile import Limits, Profile
@@ -164,10 +163,12 @@ class Bench:
         for name, tensors in (("sensitivity", trainer.sensitivities()), ("drafter", trainer.finished())):
             on_host = {key: one.cpu() for key, one in tensors.items()}
             save_file(on_host, partial / f"{name}.safetensors", header)
-        if folder.is_dir():  # another worker was as quick
-            shutil.rmtree(partial)
-        else:
+        try:
             partial.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+            shutil.rmtree(partial)  # another worker was as quick
 
     def _steps(self, kind: str, arm: Arm, start: Drafter, spent_s: float) -> int:
         """Return how many steps the one or the other training of an arm takes."""
@@ -196,10 +197,8 @@ class Bench:
                 quantiser.view.begin(replan_step(many), many, trainer.finished())
                 once_s = time.perf_counter() - began
             self._clear()
-            partial = self.work / path.name
-            partial.write_text(json.dumps({"step_s": job.seconds / MEASURED_STEPS, "once_s": once_s}))
-            shutil.move(partial, path)
-        found: dict[str, float] = json.loads(path.read_text())
+            write_json(path, {"step_s": job.seconds / MEASURED_STEPS, "once_s": once_s})
+        found: dict[str, float] = read_json(path)
         return found
 
     def _trainer(self, arm: Arm, config: ModelConfig, tensors: dict[str, Tensor],

@@ -1,16 +1,18 @@
 """What each source of prompts is worth: one recipe on templates alone, on all, and with each source left out.
 
-    make bench-variety                  (needs the target and what `make teacher PROFILE=smollm2-gpu` leaves)
+    make bench-variety SECONDS=1500     (needs the target and what `make teacher PROFILE=smollm2-gpu` leaves)
 
 Every arm is the profile's own recipe cut to `--steps` steps of as many tokens: a fifth of them distils, the
 rest trains through the codec. Where a source is left out, as many rows are drawn from the others as "all"
 draws. Tau is simulated on (a) rows held out of all sources and (b) the dev conversations of another hand,
 with the paired difference to "all"; prompt lookup and a trigram table stand beside it. A worker on each GPU
-takes arms from one list, as in benchmarks/tau.py.
+takes arms from one list, as in benchmarks/tau.py; no arm is begun that the time left would cut off.
 """
 
+import argparse
 import os
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,26 +62,37 @@ def report(lines: list[Line]) -> list[dict[str, Any]]:
         print(told(line))
         for other in lines:
             alone = line["sources"] == "all" and other["sources"].startswith("only")
-            if other["seed"] != line["seed"] or not (alone or "all" == other["sources"] != line["sources"]):
+            alike = all(other[name] == line[name] for name in ("seed", "steps"))
+            if not alike or not (alone or "all" == other["sources"] != line["sources"]):
                 continue
             how = ratio if alone else difference
             sides = {name: compared([line[f"counts_{name}"]], [other[f"counts_{name}"]], how)
                      for name in SETS}  # fmt: skip
             found.append({"of": line["sources"], "and": other["sources"], "how": how.__name__,
-                          "seed": line["seed"], **sides})  # fmt: skip
+                          "seed": line["seed"], "steps": line["steps"], **sides})  # fmt: skip
             print(f"    {how.__name__} to {other['sources']}: " + ", ".join(
                 f"({name}) {middle:.3f} ({low:.3f} to {high:.3f})"
                 for name, (middle, low, high) in sides.items()))  # fmt: skip
     return found
 
 
-def run_worker(root: Any, profile: Profile, lines: Lines, cores: str, wanted_arms: list[Arm]) -> int:
+def room(found: list[Line], arm: Arm, ends: float) -> bool:
+    """Say whether an arm may end in time, if it takes as long as the longest yet of as many steps."""
+    known = (line["wall_s"] for line in found if line["steps"] == arm.steps)
+    return time.time() + max(known, default=0.0) < ends
+
+
+def run_worker(options: argparse.Namespace, profile: Profile, chosen: list[Arm], ends: float) -> int:
     """Make arms in this process."""
-    os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
-    bench = Bench(root, profile, lines)
+    os.sched_setaffinity(0, {int(core) for core in options.cores.split(",")})
+    lines = Lines(options.lines)
+    bench = Bench(options.root, profile, lines)
 
     def wanted(found: list[Line]) -> Iterator[Line]:
-        yield from (key for arm in wanted_arms if line_of(key := bench.key(arm), found) is None)
+        ours = [line for line in found if line["origin"] == bench.origin]
+        for arm in chosen:
+            if line_of(bench.key(arm), ours) is None and room(ours, arm, ends):
+                yield bench.key(arm)
 
     return work(lines, wanted, bench.make)
 
@@ -91,19 +104,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=1, help="of each arm (default 1)")
     given = sys.argv[1:] if argv is None else argv
     options = parser.parse_args(given)
-    lines = Lines(options.lines)
+    ends = options.until or time.time() + options.seconds
     try:
         profile = load_profile(options.profile, options.root / "profiles")
         chosen = list(arms(profile, options.steps, options.seeds))
         if options.cores:
-            return run_worker(options.root, profile, lines, options.cores, chosen)
-        workers = start("benchmarks.variety", given, ROOT / "build" / ".cache")
+            return run_worker(options, profile, chosen, ends)
+        again = [*given, "--until", str(ends)]
+        workers = start("benchmarks.variety", again, ROOT / "build" / ".cache") if options.seconds else []
         failed = sum(worker.wait() != 0 for worker in workers)
         beside = baselines(options.root, profile)
     except UserError as error:
         print(f"draftmill: {error}", file=sys.stderr)
         return 2
-    found = latest(lines.read())
+    found = latest(Lines(options.lines).read())
     compared_arms = report(found)
     for name, tau in beside.items():
         print(f"{name}: {tau['tau']:.3f} ({tau['low']:.3f} to {tau['high']:.3f})")

@@ -39,9 +39,11 @@ class Lines:
         return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
     def add(self, line: Line) -> None:
-        """Append a line, whole."""
-        with self.path.open("ab", buffering=0) as stream:
+        """Append a line, whole, in place of what a killed worker may have left of its own."""
+        with self.path.open("a+b", buffering=0) as stream:
             fcntl.flock(stream, fcntl.LOCK_EX)
+            stream.seek(0)
+            stream.truncate(stream.readall().rfind(b"\n") + 1)
             stream.write((json.dumps(line) + "\n").encode())
 
     def claim(self, key: Line) -> TextIO | None:
