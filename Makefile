@@ -80,8 +80,8 @@ bench-teacher: install ## the teacher's generation beside transformers and the f
 	@$(PY) -m benchmarks.teacher
 bench-tau: install ## tau per byte of every codec, real files, on all GPUs (SECONDS=1500)
 	@$(PY) -m benchmarks.tau $(if $(SECONDS),--seconds $(SECONDS))
-bench-variety: install ## what each source of prompts is worth, on all GPUs (STEPS=300)
-	@$(PY) -m benchmarks.variety $(if $(STEPS),--steps $(STEPS))
+bench-variety: install ## what each source of prompts is worth, on all GPUs (STEPS=300 SECONDS=1500)
+	@$(PY) -m benchmarks.variety $(if $(STEPS),--steps $(STEPS)) $(if $(SECONDS),--seconds $(SECONDS))
 bench-data: install ## the data stage at a million made-up prompts: speed and memory
 	@$(PY) -m benchmarks.data 1000000
 lint: install ## ruff and mypy
