@@ -13,7 +13,7 @@ PY := $(if $(filter system,$(RUNNER)),python3,.venv/bin/python)
 .DEFAULT_GOAL := help
 # Goals one after the other even under -j: `make -j8 clean all` is clean, then all.
 .NOTPARALLEL:
-.PHONY: help all install plan $(STAGES) rehearse size-check verify report serve plan-bits inspect bench-train bench-resume bench-bits bench-load bench-serve bench-tau bench-variety bench-data bench-teacher test lint lock lock-sources images base-image clean clean-all
+.PHONY: help all install plan $(STAGES) rehearse size-check verify report serve plan-bits inspect bench-train bench-resume bench-bits bench-load bench-parity bench-serve bench-tau bench-variety bench-data bench-teacher test lint lock lock-sources images base-image clean clean-all
 
 # Run $(1) with the first Python 3.12 that really runs (a pyenv shim may be on PATH and refuse).
 define with_python_312
@@ -74,6 +74,8 @@ bench-bits: install ## codecs by rate beside other quantisers: bits, error, spee
 	@$(PY) -m benchmarks.bits
 bench-load: install ## random Qwen3 shapes under 1,000,000,000 bytes: build, load, memory; a GPU if there is one
 	@$(PY) -m benchmarks.load
+bench-parity: install ## what output/ serves beside float32 on dev: choices, and tau replayed against simulated
+	@$(PY) -m benchmarks.parity --conversations build/$(PROFILE)/teacher/dev.jsonl
 bench-serve: install ## drafting beside transformers and the floor, and a whole replay over HTTP; one GPU
 	@$(PY) -m benchmarks.serve
 bench-teacher: install ## the teacher's generation beside transformers and the floor; one GPU
