@@ -12,6 +12,7 @@ from conftest import small_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from numpy._core import _multiarray_umath  # a library that is not zstd
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -212,6 +213,12 @@ def test_a_correction_is_added_to_what_the_codec_makes_of_the_rest() -> None:
     before, after = (float((one - weight).square().sum())
                      for one in (codecs.round_trip(weight, told), corrected))
     assert after < 0.9 * before
+
+
+def test_a_binding_that_shows_no_libzstd_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zstd, "import_module", lambda _: _multiarray_umath)
+    with pytest.raises(ImportError, match="does not show libzstd's calls"):
+        zstd._library.__wrapped__()
 
 
 def packed(folder: Path, kind: str) -> Path:

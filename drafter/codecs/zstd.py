@@ -76,9 +76,15 @@ def expand(frame: Tensor, size: int, *, exact: bool = True, pinned: bool = False
 
 @cache
 def _library() -> tuple[Any, Any]:
-    """libzstd's stable calls twice: without the interpreter's lock, and with it for what takes no time."""
+    """libzstd's stable calls twice: without the interpreter's lock, and with it for what takes no time.
+
+    Raises:
+        ImportError: the binding is of a build that does not show them.
+    """
     path = import_module("backports.zstd._zstd").__file__
     plain, quick = ctypes.CDLL(path), ctypes.PyDLL(path)
+    if not hasattr(quick, "ZSTD_decompress"):
+        raise ImportError(f"{path} does not show libzstd's calls; install the wheel that is pinned")
     place, size = ctypes.c_void_p, ctypes.c_size_t
     plain.ZSTD_decompress.argtypes, plain.ZSTD_decompress.restype = (place, size, place, size), size
     for name, takes, gives in (
