@@ -91,10 +91,11 @@ class Alone:
     @torch.inference_mode()
     def greedy(self, request: list[int], count: int) -> list[int]:
         """The greedy run itself, as transformers generates it."""
+        vocab = self.model.config.vocab_size
         made = self.model.generate(
             torch.tensor([request]), attention_mask=torch.ones(1, len(request)), do_sample=False,
             use_cache=False, max_new_tokens=count,
-            suppress_tokens=list(range(self.token_limit or VOCAB, self.model.config.vocab_size)) or None,
+            suppress_tokens=list(range(self.token_limit or vocab, vocab)) or None,
         )  # fmt: skip
         return made[0, len(request) :].tolist()
 

@@ -225,12 +225,11 @@ class Wire:
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
 
-    async def closed(self) -> bool:
-        """Whether the server ends the connection now; what it still sends is dropped."""
+    async def until_closed(self) -> None:
+        """Wait until the server ends the connection; what it still sends is dropped."""
         with suppress(ConnectionError):
             while await self.reader.read(65536):
                 pass
-        return True
 
     def leave(self) -> None:
         """Close at once, whatever is under way: the server is sent a reset."""

@@ -152,7 +152,8 @@ class Soak:
             case "end in mid-body":
                 await wire.send(sent[:half])
                 wire.writer.write_eof()
-                return not await wire.closed()
+                await wire.until_closed()
+                return False
             case "ask what is wrong":
                 await wire.send(self.number.choice(malformed.BODIES)(self.number).sent)
                 answer = await wire.answer()
