@@ -7,6 +7,7 @@ goes on to the server, and the server does not outlive this process, however it 
 codes are the server's; 1 also for a server that never came up.
 """
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -29,6 +30,7 @@ PR_SET_PDEATHSIG = 1
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Keep a server running until told to stop; see the module's head for the exit codes."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, as some parents leave it, it would never come
     signal.pthread_sigmask(signal.SIG_BLOCK, (*TOLD, signal.SIGCHLD))  # each is waited for, none interrupts
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -116,8 +118,9 @@ def _tied_to(parent: int) -> Callable[[], None]:
 
 
 def say(sentence: str) -> None:
-    """Tell the user."""
-    print(f"serve.sh: {sentence}", file=sys.stderr, flush=True)
+    """Tell the user; nothing ends because nobody reads the log any more."""
+    with contextlib.suppress(OSError):
+        print(f"serve.sh: {sentence}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,13 @@ import shutil
 import signal
 import socket
 import stat
+import subprocess
 from pathlib import Path
 
 import httpx
 import pytest
-from outputs import WHEEL, child, edit, ended, gone, served, write_output
-from serving import free_port
+from outputs import PATH, WHEEL, child, edit, ended, gone, served, write_output
+from serving import environment, free_port
 
 from drafter import supervisor
 
@@ -180,6 +181,23 @@ def test_a_signal_during_a_pause_ends_it(failing, tmp_path):
     with served(failing / "serve.sh", tmp_path / "log", TMPDIR=str(tmp_path)) as server:
         server.wait_for("again in 1 s")
         assert server.stop() == 0
+
+
+def test_neither_ignored_children_nor_a_closed_log_end_it(failing, tmp_path):
+    """As under a parent that reaps no children, and after whoever read the log has gone."""
+    once = f"import pathlib, sys; p = pathlib.Path({str(tmp_path / 'once')!r}); n = p.exists(); p.touch()\n"
+    (failing / "drafter" / "server.py").write_text(f"{once}sys.exit(0 if n else 7)\n")
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = subprocess.Popen(
+        ["bash", "-c", f"trap '' CHLD; exec bash {failing}/serve.sh"], stderr=writer,
+        env=environment(PATH=PATH, HOST="127.0.0.1", TMPDIR=str(tmp_path)),
+    )  # fmt: skip
+    os.close(writer)
+    try:
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
 
 
 def test_a_server_that_cannot_even_be_started_is_tried_and_given_up(monkeypatch, capfd):
