@@ -29,6 +29,19 @@ REFUSALS: dict[type[Exception], str] = {
 }
 
 
+class AnyRequest(Request):
+    """A request of any address: one that cannot be read is one that no route knows, and is answered so.
+
+    Sanic would raise once more in making the request to be refused, and close the connection without a word.
+    """
+
+    def __init__(self, url_bytes: bytes, *arguments: Any, **named: Any) -> None:
+        try:
+            super().__init__(url_bytes, *arguments, **named)
+        except SanicException:
+            super().__init__(b"/unreadable", *arguments, **named)
+
+
 class Service:
     """The state behind the routes of one server."""
 
@@ -48,7 +61,8 @@ class Service:
 
     def app(self) -> Sanic[Any, Any]:
         """Make the Sanic application."""
-        app: Sanic[Any, Any] = Sanic("drafter", configure_logging=False, dumps=json.dumps)
+        app: Sanic[Any, Any] = Sanic("drafter", configure_logging=False, dumps=json.dumps,
+                                     request_class=AnyRequest)  # fmt: skip
         app.config.update({
             "KEEP_ALIVE_TIMEOUT": KEEP_ALIVE_S,
             "REQUEST_MAX_SIZE": DRAINED_BYTES,

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from serving import CONFIG, SERVING, post
 
 VOCAB = CONFIG.vocab_size
-CLOSED = 0
 LIMIT_BYTES = int(str(SERVING["request_max_bytes"]))
 NUMBERS = ["NaN", "Infinity", "-Infinity", "1e400", "1.0", "1e0", "-0.0", "0x1", "01", "+1", "1_0", ".5"]
 ELEMENTS = ["true", "false", "null", '"7"', '""', "{}", "[]", "[1]", '{"id": 1}', *NUMBERS]
@@ -22,8 +21,7 @@ class Malformed:
     Attributes:
         kind: what is wrong with it.
         sent: its bytes.
-        statuses: what may answer it; with `CLOSED` the server may as well hang up; none where the sender goes
-            before it has sent all.
+        statuses: what may answer it; none where the sender goes before it has sent all.
         last: whether no other request can follow on its connection.
     """
 
@@ -211,7 +209,7 @@ def bad_head(number: random.Random) -> Malformed:
         b"POST /\xff\0 HTTP/1.1\r\n\r\n", b"POST http:// HTTP/1.1\r\n\r\n", b"POST %%% HTTP/1.1\r\n\r\n",
         b"POST /draft HTTP/1.1\r\nExpect: a miracle\r\nContent-Length: 1\r\n\r\n1",
     ])  # fmt: skip
-    return Malformed("no head of a request", sent, (400, 404, 405, 413, 417, CLOSED), last=True)
+    return Malformed("no head of a request", sent, (400, 404, 405, 413, 417), last=True)
 
 
 def other_route(number: random.Random) -> Malformed:

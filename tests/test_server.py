@@ -151,49 +151,6 @@ def test_the_sentence_names_what_is_wrong(client):
     assert "header" in refused(client.get("/health", headers={"x": "y" * 10_000}), 413)
 
 
-def test_a_thousand_malformed_requests_disturb_no_valid_one(served, alone):
-    pick = random.Random(1)
-    kinds = [
-        *BAD.values(),
-        *(body([pick.randrange(VOCAB), wrong]) for wrong in (-5, VOCAB + 7, 1.5, True, None, "7")),
-    ]
-    malformed = [kinds[index % len(kinds)] for index in range(992)] + [
-        b'{"tokens": [' + b"1," * 5_000_000
-    ] * 8
-    pick.shuffle(malformed)
-    valid = prompts(12, seed=2)
-    expected = [alone(tokens) for tokens in valid]
-
-    async def trial():
-        limits = httpx.Limits(max_connections=32)
-        async with httpx.AsyncClient(
-            base_url=served.url, trust_env=False, timeout=60, limits=limits
-        ) as client:
-            finished = asyncio.Event()
-
-            async def torment():
-                while malformed:
-                    refused(await client.post("/draft", content=malformed.pop()), 400, 413)
-
-            async def converse(offset):
-                count = 0
-                while not finished.is_set() or count < len(valid):
-                    index = (offset + count) % len(valid)
-                    answer = await client.post("/draft", json={"tokens": valid[index]})
-                    assert answer.status_code == 200
-                    assert answer.json() == {"draft": expected[index]}
-                    count += 1
-                return count
-
-            talks = [asyncio.create_task(converse(offset)) for offset in (0, 4, 8)]
-            await asyncio.gather(*(torment() for _ in range(12)))
-            finished.set()
-            return sum(await asyncio.gather(*talks))
-
-    assert asyncio.run(trial()) >= 3 * len(valid)
-    assert httpx.get(f"{served.url}/health", trust_env=False).status_code == 200
-
-
 def all_at_once(url, requests):
     async def trial():
         async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60) as client:
