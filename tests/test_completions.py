@@ -2,11 +2,12 @@
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from completions_server import Body, Completions, completions
@@ -273,6 +274,50 @@ def test_a_key_opens_and_its_lack_is_told(engine: Engine, tmp_path: Path,
         monkeypatch.setenv("TEACHER_API_KEY", KEY)
         assert fleet(tmp_path, held).generate([[5, 6, 7]], SETTINGS)
     assert held.keys == {None, f"Bearer {KEY}"}
+
+
+def answering(writer: openai.Fleet, answer: Callable[[], httpx.Response]) -> openai.Fleet:
+    """The same writer, every prompt of which is answered so."""
+    def respond(request: httpx.Request) -> httpx.Response:
+        models = httpx.Response(200, json={"data": [{"id": MODEL}]})
+        return models if request.url.path == "/v1/models" else answer()
+
+    writer.client = httpx.AsyncClient(transport=httpx.MockTransport(respond))
+    return writer
+
+
+def test_a_key_with_a_line_end_or_cut_in_two_is_hidden_as_well(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEACHER_API_KEY", f"{KEY}\n")
+
+    def echo() -> httpx.Response:
+        return httpx.Response(400, text="x" * 270 + f" Bearer {KEY}")
+
+    with pytest.raises(UserError) as caught:
+        answering(fleet(tmp_path, "http://localhost:9"), echo).generate([[5, 6, 7]], SETTINGS)
+    assert "refuses /v1/completions (400): xxx" in str(caught.value)
+    assert "sk-" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["sk-ключ", "sk-a\nb"])
+def test_a_key_that_no_header_takes_is_told_and_not_shown(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    monkeypatch.setenv("TEACHER_API_KEY", key)
+    with pytest.raises(UserError, match="TEACHER_API_KEY holds a character") as caught:
+        fleet(tmp_path, "http://localhost:9")
+    assert "sk-" not in str(caught.value)
+
+
+def test_a_body_that_cannot_be_unpacked_is_a_servers_fault(tmp_path: Path) -> None:
+    class Packed(httpx.AsyncByteStream):
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            yield b"not packed"
+
+    def broken() -> httpx.Response:
+        return httpx.Response(200, headers={"Content-Encoding": "gzip"}, stream=Packed())
+
+    with pytest.raises(UserError, match="broke off the connection"):
+        answering(fleet(tmp_path, "http://localhost:9"), broken).generate([[5, 6, 7]], SETTINGS)
 
 
 def through_servers(mill: Mill, *servers: Completions) -> Mill:

@@ -27,8 +27,8 @@ def server_environment(environment: Mapping[str, str]) -> dict[str, str]:
 def hide_secrets(text: str) -> str:
     """Return a text without the values of this process's tokens and without credentials in URLs."""
     for name, value in {**network_environment(os.environ), **server_environment(os.environ)}.items():
-        if PRIVATE_PARTS.search(name) and value:
-            text = text.replace(value, f"[{name}]")
+        if PRIVATE_PARTS.search(name) and value.strip():  # it is sent without a line's end
+            text = text.replace(value.strip(), f"[{name}]")
         for credentials in CREDENTIALS_IN_URL.findall(value):
             text = text.replace(credentials, f"[credentials of {name}]")
             for part in credentials.split(":")[1:]:

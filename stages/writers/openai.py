@@ -6,7 +6,6 @@ part; an answer that breaks the contract stops the run, for what a wrong server 
 
 import asyncio
 import json
-import multiprocessing
 import os
 import ssl
 from collections.abc import Iterator
@@ -21,7 +20,6 @@ from stages.errors import UserError
 from stages.job import Job
 from stages.profile import Servers
 from stages.upstream.retries import BUSY, retry_after_s
-from stages.wrapper.confinement import watch_network
 from stages.wrapper.redaction import hide_secrets
 from stages.writers.contract import checked
 from stages.writers.protocols import DIALECTS, AnswerError, served, version
@@ -79,6 +77,9 @@ class Fleet:
         model: the name under which they must serve the target.
         token_count: ids from here on are no tokens.
         job: told of servers that fail.
+
+    Raises:
+        UserError: the API key cannot be sent.
     """
 
     def __init__(self, settings: Servers, model: str, token_count: int, job: Job) -> None:
@@ -89,6 +90,8 @@ class Fleet:
         self.changed = asyncio.Event()
         self.runner = asyncio.Runner()  # one loop, so that connections outlive a shard
         key = os.environ.get(KEY_VARIABLE, "").strip()
+        if not (key.isascii() and key.isprintable()):
+            raise UserError(f"{KEY_VARIABLE} holds a character that no API key has: set it anew")
         count = settings.in_flight * len(self.servers)
         # No proxies, no .netrc: nobody is asked but the servers that are declared.
         self.client = httpx.AsyncClient(
@@ -195,7 +198,7 @@ class Fleet:
         if answer.status_code in (401, 403):
             raise AnswerError(f"refuses access ({answer.status_code}): set {KEY_VARIABLE} to its API key")
         if answer.status_code != httpx.codes.OK:
-            said = " ".join(answer.text.split())[:300]
+            said = " ".join(hide_secrets(answer.text).split())[:300]  # a key cut in two would not be known
             raise AnswerError(f"refuses {path} ({answer.status_code}): {said}")
         return answer.content
 
@@ -251,13 +254,15 @@ def _faults(timeout_s: float) -> Iterator[None]:
         raise Fault(f"has not answered within {timeout_s:g} s") from None
     except (httpx.ConnectError, httpx.ConnectTimeout) as error:
         raise Fault(f"cannot be reached ({str(error) or type(error).__name__})", of_prompt=False) from None
-    except httpx.TransportError as error:
+    except httpx.RequestError as error:
         raise Fault(f"broke off the connection ({type(error).__name__})") from None
 
 
 def open_writer(job: Job) -> Fleet:
-    """Return the writer that asks the profile's servers; it meets them with the first prompts."""
-    if multiprocessing.parent_process() is not None:  # a rank: a process of its own, not watched yet
-        watch_network(job)
+    """Return the writer that asks the profile's servers; it meets them with the first prompts.
+
+    Raises:
+        UserError: the API key cannot be sent.
+    """
     target = job.config.target
     return Fleet(job.config.servers, target.name, target.token_count, job)
