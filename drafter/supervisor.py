@@ -105,10 +105,11 @@ class Supervisor:
 
 
 def _tied_to(parent: int) -> Callable[[], None]:
-    """Return what a child does first: hear all signals again, and die with its parent."""
+    """Return what a child does first: hear signals again, and die with its parent."""
     libc = ctypes.CDLL(None)
 
     def prepare() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all: its parent passes it on
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:

@@ -245,6 +245,17 @@ def test_a_signal_during_the_start_ends_it_without_a_word(output, tmp_path, numb
         assert server.log.read_text() == ""
 
 
+def test_an_interrupt_from_a_terminal_reaches_the_server_by_its_parent_alone(failing, tmp_path):
+    (failing / "drafter" / "server.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\nprint('up')\ntime.sleep(60)\n"
+    )
+    with served(failing / "serve.sh", tmp_path / "log", TMPDIR=str(tmp_path)) as server:
+        server.wait_for("up")
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(10) == 0
+        assert server.log.read_text() == "up\n"
+
+
 @pytest.mark.parametrize("damage", ["flipped", "cut", "missing"])
 def test_damaged_weights_end_it_at_once_with_their_name(output, tmp_path, damage):
     copy = tmp_path / "copy"
