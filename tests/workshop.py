@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SHARED = ("__init__", "clean", "environment", "errors", "files", "job", "plan", "profile", "run", "verify")
-PACKAGES = ("wrapper", "upstream")
+SHARED = ("__init__", "clean", "environment", "errors", "files", "job", "plan", "run", "verify")
+PACKAGES = ("profile", "upstream", "wrapper")
 COUNT = '''
 def count(job):
     with (job.root / "runs.txt").open("a") as stream:
