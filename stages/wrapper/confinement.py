@@ -13,7 +13,8 @@ from urllib.parse import urlsplit
 from stages.job import Job
 from stages.wrapper.redaction import hide_secrets
 
-ASKING = {"socket.connect": 1, "socket.sendto": 1, "socket.getaddrinfo": 0, "socket.gethostbyname": 0}
+ASKING = {"socket.connect": 1, "socket.sendto": 1, "socket.sendmsg": 1, "socket.getaddrinfo": 0,
+          "socket.gethostbyname": 0, "socket.gethostbyaddr": 0, "socket.getnameinfo": 0}
 OWN_NAMES = ("", "localhost", "localhost.localdomain", "ip6-localhost")
 REFUSALS = (errno.EROFS, errno.EACCES, errno.EPERM)
 
@@ -52,7 +53,9 @@ def breach(error: BaseException, job: Job, writes: list[str]) -> str:
 
 
 def _asked(address: Any, arguments: tuple[Any, ...]) -> tuple[str, str] | None:
-    """Return host and port (empty where none is told) that are asked for, None for a path."""
+    """Return host and port (empty where none is told) that are asked for, None for a path or no address."""
+    if address is None:
+        return None  # sendmsg over a connection, which was asked for before
     if isinstance(address, str | bytes) and len(arguments) > 1 and isinstance(arguments[0], socket.socket):
         return None  # a socket of this machine
     host, port = (address[0], address[1]) if isinstance(address, tuple) else (address, None)
