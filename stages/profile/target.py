@@ -1,13 +1,22 @@
 """The sections on the model to be sped up: what it is, what is fetched, and who writes its text."""
 
 from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from stages.profile.section import Count, Dtype, Name, Section, Share
 
+
+def _with_port(address: str) -> str:
+    if not urlsplit(address).port:  # it raises where the number is too large, or the host none
+        raise ValueError("Port out of range 1-65535")
+    return address
+
+
 # Scheme, host and port, and no more: no path, no credentials.
-Address = Annotated[str, Field(pattern=r"^https?://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\]):[0-9]{1,5}$")]
+Address = Annotated[str, Field(pattern=r"^https?://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\]):[0-9]{1,5}$"),
+                    AfterValidator(_with_port)]
 
 
 class Target(Section):
@@ -53,7 +62,7 @@ class Servers(Section):
     """Completion servers that hold the target, for teacher.engine = "openai". No part of any key.
 
     Nothing else may be reached. A server must serve the target under target.name. `protocol` is how it takes
-    and gives token ids, `in_flight` the prompts that a rank asks it at once, and `timeout_s` what one may
+    and gives token ids, `in_flight` the prompts that it is asked at once, and `timeout_s` what one may
     take. An API key comes from the environment: TEACHER_API_KEY.
     """
 
