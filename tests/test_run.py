@@ -182,6 +182,17 @@ def test_a_users_mistake_in_a_stage_exits_2(workshop: Workshop) -> None:
     assert "draftmill: data: feed it" in workshop.run("all", code=2)
 
 
+def test_a_mistake_is_told_while_a_thread_is_still_at_work(workshop: Workshop) -> None:
+    workshop.replace("stages/data.py", "    count(job)\n", (
+        "    import threading\n    from concurrent.futures import ThreadPoolExecutor\n"
+        "    from stages.errors import UserError\n"
+        "    ThreadPoolExecutor(1).submit(threading.Event().wait, 100)\n    raise UserError('no rows')\n"))
+    process = workshop.start("data", "--with-upstream")
+    _, err = process.communicate(timeout=50)
+    assert process.returncode == 2
+    assert err.endswith("draftmill: data: no rows\n")
+
+
 def test_links_among_outputs_are_refused(workshop: Workshop) -> None:
     link = '    (job.out / "link").symlink_to("/etc/passwd")\n'
     workshop.replace("stages/data.py", "    return", f"{link}    return")
@@ -217,7 +228,8 @@ def test_secrets_reach_fetch_alone_and_nothing_that_is_written(workshop: Worksho
     secrets = {"HF_TOKEN": CANARY, "HTTPS_PROXY": "http://user:pw-CANARY@proxy:1",
                "PIP_INDEX_URL": "http://u:pw-CANARY@i/"}
     said = workshop.run("all", **secrets)
-    workshop.replace("stages/fetch.py", '    return {', '    raise ValueError("401 " + seen)\n    return {')
+    raising = '    raise ValueError("401" + 280 * " " + seen)\n    return {'
+    workshop.replace("stages/fetch.py", "    return {", raising)
     said += workshop.run("fetch", code=1, **secrets)
     assert "data: seen 0" in said
     assert "fetch: seen 0" not in said

@@ -128,9 +128,22 @@ def _seen(root: Path, devices: int) -> dict[str, object]:
 
 
 def _brief(error: Exception) -> str:
-    first = (str(error).strip() or "no message").splitlines()[0]
+    first = hide_secrets((str(error).strip() or "no message").splitlines()[0])
     return f"{type(error).__name__}: {first[:300]}"
 
 
+def _leave() -> NoReturn:
+    """Run the stage; where it fails or is stopped, end without waiting for what its threads are at."""
+    try:
+        code = main()
+    except SystemExit as stopped:
+        code = stopped.code if isinstance(stopped.code, int) else 1
+    if not code:
+        sys.exit(0)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    _leave()
