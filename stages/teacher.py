@@ -14,7 +14,7 @@ import torch
 from drafter.engine import Generation
 from stages.errors import UserError
 from stages.fidelity import agreement, check_fidelity, file_of, read_fidelity, told
-from stages.files import canonical_json, link_or_copy, read_jsonl, write_json, write_jsonl
+from stages.files import canonical_json, link_or_copy, read_json, read_jsonl, write_json, write_jsonl
 from stages.job import Job
 from stages.ranks import VARIABLE, Ranks, claimed, ranks_asked
 from stages.training.shards import read_origin, read_tally, write_shard
@@ -174,8 +174,9 @@ def open_engine(job: Job) -> Writer:
 
 def _origins(job: Job) -> dict[str, object]:
     """Return what the record says of a writer whose text cannot be written again from the record alone."""
-    shards = sorted(job.out.glob("train-*.safetensors"))
-    found = {canonical_json(one): one for path in shards for one in read_origin(path)}
+    told_of = [read_origin(path) for path in job.out.glob("train-*.safetensors")]
+    told_of += [read_json(path) for path in job.work.glob("origin-*.json")]
+    found = {canonical_json(one): one for origin in told_of for one in origin}
     return {"rederivable": False, "servers": [found[text] for text in sorted(found)]} if found else {}
 
 
@@ -199,7 +200,7 @@ def _shard(job: Job, engine: Writer, path: Path, rows: list[PromptRow], pace: Pa
 
 def _fidelity(job: Job, engine: Writer, path: Path, rows: list[PromptRow]) -> None:
     """Write the continuations of rows that have one anew, and how much of them that reproduces."""
-    written = _continued(job, engine, rows)
+    written, _ = _continued(job, engine, rows)
     given, again = zip(*((row["continuation"], written[row["id"]]) for row in rows), strict=True)
     found = agreement(given, again, job.config.teacher.max_tokens)
     write_json(path, found)
@@ -208,22 +209,27 @@ def _fidelity(job: Job, engine: Writer, path: Path, rows: list[PromptRow]) -> No
 
 def _evaluation(job: Job, engine: Writer, path: Path, rows: list[PromptRow]) -> None:
     """Write a set: continuations that came with it stand, the others are the teacher's."""
-    written = _continued(job, engine, [row for row in rows if not row.get("continuation")])
+    written, origin = _continued(job, engine, [row for row in rows if not row.get("continuation")])
     done = [row | {"continuation": row.get("continuation") or written[row["id"]]} for row in rows]
     done = [row for row in done if row["continuation"]]
     if rows and not done:
         raise UserError(f"{path.name}: no conversation has a continuation")
     done.sort(key=lambda row: str(row["id"]))
+    if origin:
+        write_json(job.work / f"origin-{path.stem}.json", origin)
     write_jsonl(path, done)
 
 
-def _continued(job: Job, engine: Writer, rows: list[PromptRow]) -> dict[str, list[int]]:
-    """Return the teacher's continuation of each row, by id."""
+def _continued(job: Job, engine: Writer,
+               rows: list[PromptRow]) -> tuple[dict[str, list[int]], list[dict[str, Any]]]:
+    """Return the teacher's continuation of each row, by id, and who wrote them (see Writer.origin)."""
     found: dict[str, list[int]] = {}
+    origin: list[dict[str, Any]] = []
     for batch in cut(rows, job.config.teacher.shard_rows):
         generated = engine.generate([row["prompt"] for row in batch], _generation(job))
         found |= {row["id"]: one.tokens for row, one in zip(batch, generated, strict=True)}
-    return found
+        origin += [one for one in engine.origin() if one not in origin]
+    return found, origin
 
 
 def _generation(job: Job) -> Generation:

@@ -21,6 +21,7 @@ from stages.errors import UserError
 from stages.job import Job
 from stages.models.target import load_target
 from stages.profile import Servers
+from stages.training.shards import read_origin
 from stages.wrapper.record import key_of, run_of
 from stages.writers import openai
 from stages.writers.contract import first_repeat
@@ -379,6 +380,18 @@ def test_the_stage_through_servers_gives_the_engines_text_and_says_whose_it_is(
     written = [path.read_bytes() for path in (mill.root / "logs").rglob("*") if path.is_file()]
     written += mill.files("teacher").values()
     assert not any(KEY.encode() in content for content in [*written, said.encode()])
+
+
+def test_the_record_names_a_server_that_wrote_for_choosing_alone(
+        whole: Mill, target: Engine, tmp_path: Path) -> None:
+    with completions(target, orders=["", ""] + ["503"] * 999) as one, completions(target) as other:
+        mill = through_servers(whole.copy(tmp_path / "mill"), one, other)
+        mill.run("teacher")
+    for path in mill.folder("teacher").glob("train-*.safetensors"):
+        assert [fact["address"] for fact in read_origin(path)] == [other.address]
+    named = [fact["address"] for fact in mill.metrics("teacher")["servers"]]
+    assert sorted(named) == sorted([one.address, other.address])
+    assert sorted(mill.files("teacher")) == sorted(whole.files("teacher"))
 
 
 def test_a_server_that_echoes_the_key_does_not_bring_it_into_a_log(
