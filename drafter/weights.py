@@ -10,6 +10,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ SUM_BYTES = 1 << 22
 MOST_THREADS = 16
 AHEAD = 4  # tasks a thread: what is expanded and not yet on a GPU
 HUGE_PAGE = 1 << 21
+DEVICE = (torch.OutOfMemoryError, torch.AcceleratorError)
 DAMAGE = (LookupError, TypeError, ArithmeticError, RuntimeError, ValueError)
 
 
@@ -237,7 +239,7 @@ class _Loader:
             yield from self._decodings(name, settings, parts)
 
     def _decodings(self, name: str, settings: Settings, parts: Parts) -> Iterator[Task]:
-        try:
+        with self._telling(name, settings):
             shape = settings["shape"]
             if not isinstance(shape, list) or not all(type(n) is int and n > 0 for n in shape):
                 raise ValueError(f"shape {shape!r} is no list of positive numbers")
@@ -248,25 +250,19 @@ class _Loader:
                     tensor = empty(tuple(shape), self.dtype, self.device)
                     self.tensors[name] = tensor
                 yield partial(self._decode, name, settings, tensor, job)
-        except DAMAGE as error:
-            raise self._undecodable(name, settings, error) from error
 
     def _decode(self, name: str, settings: Settings, tensor: Tensor, job: Decoding) -> Rest | None:
-        try:
+        with self._telling(name, settings):
             rest = job()
-        except DAMAGE as error:
-            raise self._undecodable(name, settings, error) from error
         if tensor.is_cuda:
             return partial(self._place, name, settings, tensor, rest)
         self._place(name, settings, tensor, rest)
         return None
 
     def _place(self, name: str, settings: Settings, tensor: Tensor, rest: Callable[[], Placed]) -> None:
-        try:
+        with self._telling(name, settings):
             rows, values = rest()
             tensor[rows] = values.to(self.dtype)
-        except DAMAGE as error:
-            raise self._undecodable(name, settings, error) from error
         ends = torch.stack(values.aminmax())
         if tensor.is_cuda:
             self.ends.append((name, ends))
@@ -287,9 +283,15 @@ class _Loader:
                 except ValueError as error:
                     raise ValueError(f"{self.path}: {error}") from error
 
-    def _undecodable(self, name: str, settings: Settings, error: Exception) -> ValueError:
-        told = str(error)
-        if told.startswith(str(self.path)):
-            return ValueError(told)
-        kind = settings["codec"]
-        return ValueError(f"{self.path}: tensor {name} does not decode as {kind}: {error}")
+    @contextmanager
+    def _telling(self, name: str, settings: Settings) -> Iterator[None]:
+        """Name the tensor that is damaged; a fault of the device says nothing about the file."""
+        try:
+            yield
+        except DEVICE:
+            raise
+        except DAMAGE as error:
+            if str(error).startswith(str(self.path)):
+                raise
+            told = f"tensor {name} does not decode as {settings['codec']}: {error}"
+            raise ValueError(f"{self.path}: {told}") from error

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import small_config
+from serving import write_model
 
 from drafter import weights
 
@@ -124,3 +125,18 @@ def test_a_block_of_a_file_that_is_not_finite_is_refused_with_its_row(tmp_path: 
     weights.save(tmp_path / "x", small_config(), told, parts)
     with pytest.raises(ValueError, match=r"x: tensor x, row 577: not a finite number"):
         weights.load(tmp_path / "x", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), torch.AcceleratorError("CUDA error: lost")]
+)
+def test_a_fault_of_the_device_is_not_taken_for_damage(tmp_path, monkeypatch, error):
+    """The server that meets it is started again; one over a damaged file is not."""
+    folder = write_model(tmp_path / "model")
+
+    def full(*arguments):
+        raise error
+
+    monkeypatch.setattr(weights, "empty", full)
+    with pytest.raises(type(error)):
+        weights.load(folder / "model.safetensors")
