@@ -56,7 +56,7 @@ def codec(name: str) -> Codec:
     Raises:
         ValueError: there is none.
     """
-    known = str(name).isalnum() and name not in ("lowrank", "zstd", "rows")
+    known = str(name).isalnum() and name not in ("digits", "lowrank", "zstd", "rows")
     try:
         if known:
             return cast(Codec, import_module(f"drafter.codecs.{name}"))
