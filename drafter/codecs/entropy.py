@@ -32,6 +32,8 @@ COUNTED_CODES = 1 << 22  # of each matrix, to find its classes
 MOST_THREADS = 64
 CLASS_COST_BITS = 900  # of a block's head and tables, about
 OCTAVE_SHARE = 2  # classes an octave of the codes' rms
+
+
 def layout(settings: Settings) -> Layout:
     """`.codes`: sections, as long as the coding made them. `.steps`: a step a row."""
     return {".codes": ((-1,), torch.uint8), ".steps": ((settings["shape"][0],), torch.bfloat16)}
