@@ -92,7 +92,6 @@ def test_the_order_of_prompts_changes_nothing() -> None:
     assert tokens([ENGINE.generate([prompt], settings)[0] for prompt in PROMPTS]) == tokens(made)
 
 
-
 @pytest.mark.parametrize(("size", "fits"), [(86, True), (87, False), (500, False)])
 def test_a_prompt_that_leaves_no_room_is_refused(size: int, fits: bool) -> None:
     prompts = [[1], [2] * size]
