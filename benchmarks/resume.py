@@ -31,6 +31,7 @@ from stages.profile import Training
 from stages.qat import read_drafter
 from stages.training.rows import read_rows
 from stages.training.trainer import Trainer
+from stages.wrapper.runner import compiler_caches
 
 ROOT = Path(__file__).resolve().parent.parent
 KINDS = {"deterministic": True, "fastest": False}
@@ -57,10 +58,7 @@ def start_process(options: argparse.Namespace, folder: Path, kind: str) -> "subp
     """Train in a process of its own, with the compilers' caches that the first one filled."""
     command = [sys.executable, "-m", "benchmarks.resume", "--drafter", str(options.drafter), "--teacher",
                str(options.teacher), "--steps", str(options.steps), "--into", str(folder), "--kinds", kind]
-    caches = ROOT / "build" / ".cache"
-    environment = {"TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
-                   "TRITON_CACHE_DIR": str(caches / "triton")} | os.environ | {
-                   "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # fmt: skip
+    environment = compiler_caches(ROOT) | os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     said = (folder.parent / f"{folder.name}.log").open("ab")
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=said, stderr=said)
 

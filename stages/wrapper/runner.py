@@ -14,6 +14,7 @@ from stages.wrapper.redaction import network_environment, server_environment
 
 PASSED = ("PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "TERM", "COLUMNS", "LD_LIBRARY_PATH", "CUDA_HOME",
           "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "NPROC")
+CACHE = Path("build/.cache")
 FIXED = {
     # libgomp's spinning threads starve each other as soon as anything else is busy.
     "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0",
@@ -109,13 +110,17 @@ def see_to_its_end(child: "subprocess.Popen[bytes]", kill: Callable[[], object])
 def environment(root: Path, network: bool, reach: tuple[str, ...] = ()) -> dict[str, str]:
     """Return a stage's whole environment; tokens, endpoints and proxies only where a network may be met."""
     ours = {name: os.environ[name] for name in PASSED if name in os.environ}
-    cache = root / "build" / ".cache"
-    ours |= FIXED | {"OMP_NUM_THREADS": str(threads()), "HF_HOME": str(cache / "huggingface"),
-                     "TRITON_CACHE_DIR": str(cache / "triton"),
-                     "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor")}
+    ours |= FIXED | compiler_caches(root) | {
+        "OMP_NUM_THREADS": str(threads()), "HF_HOME": str(root / CACHE / "huggingface")}
     ours["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{ours.get('PATH', os.defpath)}"
     ours |= network_environment(os.environ) if network else OFFLINE
     return ours | (server_environment(os.environ) if reach else {})
+
+
+def compiler_caches(root: Path) -> dict[str, str]:
+    """Return where torch and Triton keep what they have compiled: stages and benches use it again."""
+    return {"TRITON_CACHE_DIR": str(root / CACHE / "triton"),
+            "TORCHINDUCTOR_CACHE_DIR": str(root / CACHE / "inductor")}  # fmt: skip
 
 
 def threads() -> int:
