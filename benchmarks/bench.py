@@ -5,10 +5,12 @@ is not counted. The file is read back and judged on (a) rows held out of the tra
 conversations of another hand.
 """
 
+import argparse
+import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from benchmarks.arms import CODECS, SETS, Arm, arm_of, section, told
 from benchmarks.selection import Part, influence, parts
-from benchmarks.workers import Line, Lines
+from benchmarks.workers import ROOT, Line, Lines, line_of, work
 from drafter import weights
 from drafter.config import ModelConfig
 from drafter.replay import read_conversations, summary
@@ -39,7 +41,6 @@ from stages.training.rows import Rows, read_rows
 from stages.training.trainer import Trainer
 from stages.wrapper.code import code_digests
 
-ROOT = Path(__file__).resolve().parent.parent
 DISTILL_SHARE = 0.2
 MEASURED_STEPS = 12  # of a short run that tells how long a step takes
 LEAST_STEPS = 4
@@ -237,3 +238,27 @@ class Bench:
             found |= {f"tau_{name}": {"tau": tau.tau, "low": tau.low, "high": tau.high},
                       f"counts_{name}": [[one.tokens, one.count] for one in steps]}  # fmt: skip
         return found
+
+
+def run_worker(options: argparse.Namespace, profile: Profile, arms: Callable[[list[Line]], Iterable[Arm]],
+               room: Callable[[list[Line], Arm, float], bool]) -> int:
+    """Make arms in this process; return how many failed.
+
+    Args:
+        options: what `parser_of` reads, with a worker's own.
+        profile: see Bench.
+        arms: from the lines of this code, profile and text so far, all arms, the most telling first.
+        room: from those lines, an arm and the time of the end, whether it may be begun.
+    """
+    os.sched_setaffinity(0, {int(core) for core in options.cores.split(",")})
+    lines = Lines(options.lines)
+    bench = Bench(options.root, profile, lines)
+    print(f"layers by influence: {bench.order}; {len(bench.rows)} training rows", flush=True)
+
+    def wanted(found: list[Line]) -> Iterator[Line]:
+        ours = [line for line in found if line["origin"] == bench.origin]
+        for arm in arms(ours):
+            if line_of(bench.key(arm), ours) is None and room(ours, arm, options.until):
+                yield bench.key(arm)
+
+    return work(lines, wanted, bench.make)

@@ -8,21 +8,18 @@ written as it ends; said again, the command goes on with the arms that are missi
 takes part.
 """
 
-import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from benchmarks.arms import SETS, Arm, arm_of, told
-from benchmarks.bench import ROOT, Bench
+from benchmarks.bench import run_worker
 from benchmarks.comparison import compared, ratio
 from benchmarks.machine import machine, write_results
-from benchmarks.workers import Line, Lines, latest, line_of, start, work
+from benchmarks.workers import Line, Lines, latest, line_of, parser_of, run_workers
 from stages.errors import UserError
 from stages.profile import load_profile
 
@@ -125,34 +122,9 @@ def _seeds(line: Line, lines: list[Line]) -> dict[int, Line]:
     return {one["seed"]: one for one in lines if asdict(arm_of(one)) | {"seed": None} == own}
 
 
-def run_worker(options: argparse.Namespace, plan: Plan, ends: float) -> int:
-    """Make arms in this process."""
-    os.sched_setaffinity(0, {int(core) for core in options.cores.split(",")})
-    lines = Lines(options.lines)
-    bench = Bench(options.root, load_profile(options.profile, options.root / "profiles"), lines)
-    print(f"layers by influence: {bench.order}; {len(bench.rows)} training rows", flush=True)
-
-    def wanted(found: list[Line]) -> Iterator[Line]:
-        ours = [line for line in found if line["origin"] == bench.origin]
-        for arm in plan.arms(ours):
-            room = time.time() + arm.seconds + OVERHEAD_S < ends
-            if room and line_of(bench.key(arm), ours) is None:
-                yield bench.key(arm)
-
-    return work(lines, wanted, bench.make)
-
-
-def parser_of(prog: str, text: str | None, lines: str) -> argparse.ArgumentParser:
-    """Return a parser with what benches of arms have in common."""
-    parser = argparse.ArgumentParser(prog=prog, description=text,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--profile", default="smollm2-gpu")
-    parser.add_argument("--root", type=Path, default=ROOT, help="where vendor/, build/ and profiles/ are")
-    parser.add_argument("--lines", type=Path, default=ROOT / "build" / lines, help="one line an arm")
-    parser.add_argument("--seconds", type=float, default=1500, help="for everything (1500); 0 only reports")
-    parser.add_argument("--cores", help=argparse.SUPPRESS)  # a worker's, as is the next
-    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
-    return parser
+def room(_found: list[Line], arm: Arm, ends: float) -> bool:
+    """Say whether an arm may end in time."""
+    return time.time() + arm.seconds + OVERHEAD_S < ends
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -167,13 +139,11 @@ def main(argv: list[str] | None = None) -> int:
                                for name, value in options.plan.items()}  # fmt: skip
     changed |= {name: tuple(map(tuple, changed[name])) for name in drafters if name in changed}
     plan = replace(Plan(seconds=options.arm_seconds), **changed)
-    ends = options.until or time.time() + options.seconds
     try:
         if options.cores:
-            return run_worker(options, plan, ends)
-        again = [*given, "--until", str(ends)]
-        workers = start("benchmarks.tau", again, ROOT / "build" / ".cache") if options.seconds else []
-        failed = sum(worker.wait() != 0 for worker in workers)
+            profile = load_profile(options.profile, options.root / "profiles")
+            return run_worker(options, profile, plan.arms, room)
+        failed = run_workers("benchmarks.tau", given, options.seconds)
     except UserError as error:
         print(f"draftmill: {error}", file=sys.stderr)
         return 2

@@ -9,19 +9,16 @@ with the paired difference to "all"; prompt lookup and a trigram table stand bes
 takes arms from one list, as in benchmarks/tau.py; no arm is begun that the time left would cut off.
 """
 
-import argparse
-import os
 import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.arms import SETS, Arm, told
-from benchmarks.bench import ROOT, Bench
+from benchmarks.bench import run_worker
 from benchmarks.comparison import compared, difference, ratio
 from benchmarks.machine import machine, write_results
-from benchmarks.tau import parser_of
-from benchmarks.workers import Line, Lines, latest, line_of, start, work
+from benchmarks.workers import Line, Lines, latest, parser_of, run_workers
 from drafter.replay import Steps, read_conversations, replay_offline, summary
 from stages.errors import UserError
 from stages.profile import Profile, load_profile
@@ -82,21 +79,6 @@ def room(found: list[Line], arm: Arm, ends: float) -> bool:
     return time.time() + max(known, default=0.0) < ends
 
 
-def run_worker(options: argparse.Namespace, profile: Profile, chosen: list[Arm], ends: float) -> int:
-    """Make arms in this process."""
-    os.sched_setaffinity(0, {int(core) for core in options.cores.split(",")})
-    lines = Lines(options.lines)
-    bench = Bench(options.root, profile, lines)
-
-    def wanted(found: list[Line]) -> Iterator[Line]:
-        ours = [line for line in found if line["origin"] == bench.origin]
-        for arm in chosen:
-            if line_of(bench.key(arm), ours) is None and room(ours, arm, ends):
-                yield bench.key(arm)
-
-    return work(lines, wanted, bench.make)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run the arms, report, and write benchmarks/results/variety-DEVICE.json."""
     parser = parser_of("python -m benchmarks.variety", __doc__, "variety.jsonl")
@@ -104,15 +86,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=1, help="of each arm (default 1)")
     given = sys.argv[1:] if argv is None else argv
     options = parser.parse_args(given)
-    ends = options.until or time.time() + options.seconds
     try:
         profile = load_profile(options.profile, options.root / "profiles")
         chosen = list(arms(profile, options.steps, options.seeds))
         if options.cores:
-            return run_worker(options, profile, chosen, ends)
-        again = [*given, "--until", str(ends)]
-        workers = start("benchmarks.variety", again, ROOT / "build" / ".cache") if options.seconds else []
-        failed = sum(worker.wait() != 0 for worker in workers)
+            return run_worker(options, profile, lambda _: chosen, room)
+        failed = run_workers("benchmarks.variety", given, options.seconds)
         beside = baselines(options.root, profile)
     except UserError as error:
         print(f"draftmill: {error}", file=sys.stderr)

@@ -4,11 +4,13 @@ An arm is claimed by a lock on a file of its own, which goes with the process th
 later, or after a kill, goes on with what has neither a line nor a living worker.
 """
 
+import argparse
 import fcntl
 import json
 import os
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -18,6 +20,9 @@ import torch
 
 from stages.errors import UserError
 from stages.files import digest_of
+from stages.wrapper.runner import compiler_caches
+
+ROOT = Path(__file__).resolve().parent.parent
 
 Line = dict[str, Any]
 
@@ -94,17 +99,36 @@ def work(lines: Lines, wanted: Callable[[list[Line]], Iterable[Line]], make: Cal
             return len(failed)
 
 
-def start(module: str, argv: list[str], caches: Path) -> "list[subprocess.Popen[bytes]]":
+def parser_of(prog: str, text: str | None, lines: str) -> argparse.ArgumentParser:
+    """Return a parser with what benches of arms have in common."""
+    parser = argparse.ArgumentParser(prog=prog, description=text,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--profile", default="smollm2-gpu")
+    parser.add_argument("--root", type=Path, default=ROOT, help="where vendor/, build/ and profiles/ are")
+    parser.add_argument("--lines", type=Path, default=ROOT / "build" / lines, help="one line an arm")
+    parser.add_argument("--seconds", type=float, default=1500, help="for everything (1500); 0 only reports")
+    parser.add_argument("--cores", help=argparse.SUPPRESS)  # a worker's, as is the next
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
+    return parser
+
+
+def run_workers(module: str, argv: list[str], seconds: float) -> int:
+    """Have a worker on each GPU make arms for so many seconds, 0 for none; return how many workers failed."""
+    argv = [*argv, "--until", str(time.time() + seconds)]
+    workers = _start(module, argv) if seconds else []
+    return sum(worker.wait() != 0 for worker in workers)
+
+
+def _start(module: str, argv: list[str]) -> "list[subprocess.Popen[bytes]]":
     """Start one worker on each GPU that is to be seen, or a single one, each with its share of the cores."""
     named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     devices = named or [str(number) for number in range(torch.cuda.device_count())] or [""]
     cores = sorted(os.sched_getaffinity(0))
     share = max(1, len(cores) // len(devices))
-    shared = {"TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"), "TRITON_CACHE_DIR": str(caches / "triton")}
     started = []
     for number, device in enumerate(devices):
         own = {"CUDA_VISIBLE_DEVICES": device, "OMP_NUM_THREADS": str(share)}
         bound = ",".join(map(str, cores[number * share : (number + 1) * share] or cores))
         command = [sys.executable, "-m", module, *argv, "--cores", bound]
-        started.append(subprocess.Popen(command, env=os.environ | shared | own))
+        started.append(subprocess.Popen(command, env=os.environ | compiler_caches(ROOT) | own))
     return started
