@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-RESAMPLES = 2000
+from drafter.replay import RESAMPLES, interval, tau_of
 
 
 def ratio(first: float, second: float) -> float:
@@ -32,12 +32,8 @@ def compared(first: Sequence[Any], second: Sequence[Any],
     """
     a_n2, b_n2 = (np.array(counts, np.int64).sum(0) for counts in (first, second))
     a_n2, b_n2 = a_n2[a_n2[:, 0] > 0], b_n2[b_n2[:, 0] > 0]
-    random = np.random.default_rng(0)
 
-    def tau(counts_n2: Any) -> float:
-        tokens, steps = counts_n2.sum(0)
-        return float(tokens / steps)
+    def statistic(rows: Any) -> float:
+        return how(tau_of(a_n2[rows]), tau_of(b_n2[rows]))
 
-    drawn = [random.integers(0, len(a_n2), len(a_n2)) for _ in range(RESAMPLES)]
-    low, high = np.quantile([how(tau(a_n2[rows]), tau(b_n2[rows])) for rows in drawn], [0.025, 0.975])
-    return how(tau(a_n2), tau(b_n2)), float(low), float(high)
+    return statistic(slice(None)), *interval(statistic, len(a_n2), RESAMPLES, seed=0)

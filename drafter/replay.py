@@ -215,14 +215,14 @@ def summary(
         raise ValueError("the steps are not those of these conversations")
     kept = [(c, s) for c, s in zip(conversations, steps, strict=True) if s.tokens]
     counts_n2 = _counts(steps)
-    low, high = _interval(lambda rows: _ratio(counts_n2[rows]), len(counts_n2), resamples, seed)
+    low, high = interval(lambda rows: tau_of(counts_n2[rows]), len(counts_n2), resamples, seed)
     categories = sorted({c.category for c, _ in kept})
     return Tau(
-        tau=_ratio(counts_n2),
+        tau=tau_of(counts_n2),
         low=low,
         high=high,
         macro=float(np.mean(counts_n2[:, 0] / counts_n2[:, 1])),
-        categories={name: _ratio(_counts(s for c, s in kept if c.category == name)) for name in categories},
+        categories={name: tau_of(_counts(s for c, s in kept if c.category == name)) for name in categories},
         positions=_positions([s for _, s in kept]),
         tokens=int(counts_n2[:, 0].sum()),
         steps=int(counts_n2[:, 1].sum()),
@@ -243,9 +243,9 @@ def paired(
     a_n2, b_n2 = _counts(first), _counts(second)
 
     def difference(rows: Any) -> float:
-        return _ratio(a_n2[rows]) - _ratio(b_n2[rows])
+        return tau_of(a_n2[rows]) - tau_of(b_n2[rows])
 
-    low, high = _interval(difference, len(a_n2), resamples, seed)
+    low, high = interval(difference, len(a_n2), resamples, seed)
     return Difference(difference(slice(None)), low, high)
 
 
@@ -257,12 +257,13 @@ def _counts(steps: Iterable[Steps]) -> Any:
     return counts_n2
 
 
-def _ratio(counts_n2: Any) -> float:
+def tau_of(counts_n2: Any) -> float:
+    """Return tau of some conversations: tokens over steps, from [n, 2]: tokens and steps of each."""
     tokens, steps = counts_n2.sum(axis=0)
     return float(tokens / steps)
 
 
-def _interval(
+def interval(
     statistic: Callable[[Any], float], size: int, resamples: int, seed: int
 ) -> tuple[float, float]:
     """Return the 2.5% and 97.5% points of a statistic over bootstrap samples of rows."""
