@@ -2,8 +2,8 @@
 
 Usage: python -m benchmarks.load [--shapes Qwen3-1.7B Qwen3-4B Qwen3-8B] [--limit 1000000000] [--folder F]
 
-Each shape is planned into the limit less RESERVE, packed by the entropy codec and laid out as pack lays it
-out, without wheels. Then a process of its own loads it to each device, which checks every byte against the
+Each shape is planned into the limit less RESERVE, packed by the entropy codec and put beside the server's
+code, as pack does. Then a process of its own loads it to each device, which checks every byte against the
 sums of the header. Memory is what the process holds beyond the weights themselves, page cache not counted.
 """
 
@@ -29,6 +29,7 @@ from drafter import weights
 from drafter.config import ModelConfig
 from drafter.model import Decoder
 from drafter.settings import WEIGHTS
+from stages import pack
 from stages.bits.bases import BASES, bits_per_weight
 from stages.bits.planner import Planner
 from stages.bits.steps import log_steps
@@ -80,9 +81,7 @@ def build(name: str, folder: Path, limit: int, device: str) -> dict[str, Any]:
     packing = planner.fit(tensors, log_steps(tensors, felt, 1.0))
     folder.mkdir(parents=True)
     weights.save(folder / WEIGHTS, config, packing.plan, packing.parts)
-    shutil.copytree(ROOT / "drafter", folder / "drafter", ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("serve.sh", "LICENSE"):
-        shutil.copy(ROOT / file, folder)
+    pack.copy_files(ROOT, pack.FILES, folder)
     total = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     if total > limit:
         raise RuntimeError(f"{folder}: {total} bytes, over the limit of {limit}")

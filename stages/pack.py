@@ -39,7 +39,7 @@ def run(job: Job) -> dict[str, object]:
     """
     config = _weights(job)
     _settings(job, config)
-    _copy(job.root, ("serve.sh", "LICENSE", "drafter/**/*.py"), job.out)
+    copy_files(job.root, FILES, job.out)
     (job.out / "serve.sh").chmod(0o755)
     shutil.copytree(job.inputs["wheels"], job.out / "wheels")
     _evidence(job)
@@ -80,7 +80,7 @@ def _evidence(job: Job) -> None:
     for stage in ("distill", "qat"):
         _copy_file(job.inputs[stage] / "training.jsonl", folder / "logs" / f"{stage}-training.jsonl")
     _copy_file(job.inputs["data"] / "data_manifest.json", folder / "data_manifest.json")
-    _copy(job.root, SOURCE_PATTERNS, folder / "source")
+    copy_files(job.root, SOURCE_PATTERNS, folder / "source")
 
 
 def _training_evidence() -> list[str]:
@@ -136,7 +136,8 @@ def _sums(folder: Path, names: list[str]) -> None:
     write_atomic(folder / SUMS, "".join(lines))
 
 
-def _copy(root: Path, patterns: tuple[str, ...], folder: Path) -> None:
+def copy_files(root: Path, patterns: tuple[str, ...], folder: Path) -> None:
+    """Copy what the patterns name under a root to the same places under a folder."""
     for pattern in patterns:
         for path in sorted(root.glob(pattern)):
             if path.is_file() and "__pycache__" not in path.parts:
