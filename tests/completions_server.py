@@ -9,8 +9,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+from upstreams import listening
 
 from drafter.engine import Engine, Generated, Generation
 
@@ -105,17 +107,11 @@ class Completions:
 def completions(engine: Engine, **options: Any) -> Iterator[Completions]:
     """Serve an engine on a free port of this machine."""
     held = Completions(engine, **options)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"held": held}))
-    server.daemon_threads = True
-    held.address = f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    try:
-        yield held
-    finally:
-        held.gone = True
-        held.released.set()
-        server.shutdown()
-        server.server_close()
+    with listening(_Handler, held):
+        try:
+            yield held
+        finally:
+            held.gone = True
 
 
 class _Handler(BaseHTTPRequestHandler):

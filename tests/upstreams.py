@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
 from stages.job import Job
@@ -119,13 +120,20 @@ class Upstream:
 def upstream() -> Iterator[Upstream]:
     """Serve an Upstream on a free port."""
     held = Upstream()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"held": held}))
+    with listening(_Handler, held):
+        yield held
+
+
+@contextmanager
+def listening(handler: type[BaseHTTPRequestHandler], held: Any) -> Iterator[None]:
+    """Let a handler answer for what a test holds, which is told its address; in the end it is released."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (handler,), {"held": held}))
     server.daemon_threads = True
     held.address = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
     try:
-        yield held
+        yield
     finally:
         held.released.set()
         server.shutdown()
