@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from drafter import plain
 from drafter.model import Decoder, rotary_tables
@@ -16,6 +17,8 @@ from drafter.plain import Attend, Heads, NewTokens, Pair
 from drafter.trial import trusted
 
 ARRIVALS = 256  # as many as kernels.PROGRAMS
+# Not cuDNN's attention: it makes a plan for each new shape, 50 ms and more, and every prompt is a new shape.
+READY = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,10 @@ class Inference:
 
     def hidden(self, tokens_n: Tensor, attend: Attend) -> Tensor:
         """Return the normalised hidden states of a pass, [tokens, hidden]."""
+        with sdpa_kernel(READY):
+            return self._hidden(tokens_n, attend)
+
+    def _hidden(self, tokens_n: Tensor, attend: Attend) -> Tensor:
         x_nd = functional.embedding(tokens_n, self.decoder.model.embed_tokens.weight)
         branch_nd: Tensor | None = None
         for index, layer in enumerate(self.layers):
