@@ -134,7 +134,7 @@ def _begins(tokens: list[int], request: list[int], length: int) -> bool:
         return True
     if len(tokens) < length or tokens[length - 1] != request[length - 1]:
         return False
-    return tokens[:length] == request[:length]
+    return common_prefix(request, tokens) >= length  # most differ early on; slices would be copied first
 
 
 def common_prefix(left: list[int], right: list[int]) -> int:
