@@ -2,6 +2,7 @@
 
 import logging
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from drafter import logs, weights
 from drafter.engine import Engine
 from drafter.model import build
 from drafter.settings import WEIGHTS, Settings
+from drafter.trial import trusted
 
 
 def open_engine(folder: Path, settings: Settings) -> Engine:
@@ -21,7 +23,10 @@ def open_engine(folder: Path, settings: Settings) -> Engine:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else getattr(torch, settings.dtype_cpu)
     started = time.monotonic()
-    config, tensors = weights.load(folder / WEIGHTS, device, dtype)
+    with ThreadPoolExecutor(1) as beside:  # kernels are compiled while weights are read
+        trial = beside.submit(trusted, weights.shape_of(folder / WEIGHTS), dtype, torch.device(device))
+        config, tensors = weights.load(folder / WEIGHTS, device, dtype)
+        trial.result()
     if settings.token_limit > config.vocab_size:
         raise ValueError(
             f"{folder}: token_limit is {settings.token_limit}, but there are {config.vocab_size} embeddings"

@@ -149,6 +149,19 @@ def load(path: Path, device: str = "cpu", dtype: torch.dtype = torch.float32) ->
     return config, loader.tensors
 
 
+def shape_of(path: Path) -> ModelConfig:
+    """Read the model's shape alone, from the header.
+
+    Raises:
+        ValueError: the file is missing, or its header is not a packed drafter's; the message names it.
+    """
+    try:
+        with safe_open(path, framework="pt") as stored:
+            return read_header(path, stored.metadata())[0]
+    except (SafetensorError, OSError) as error:
+        raise ValueError(not_whole(path, error)) from error
+
+
 def parts_of(stored: Any, name: str, names: set[str]) -> Parts:
     """Return a tensor's parts by suffix, from an open safetensors file with these names."""
     own = [key for key in names if key == name or key.startswith(name + ".")]
