@@ -59,10 +59,16 @@ def bands(share: float) -> int:
 
 def sketches(texts: Sequence[Sequence[str]]) -> list[Any]:
     """Return the MinHash signature of each text, given as its words."""
-    return list(RMinHash.from_token_sets([_shingles(words) for words in texts], PERMUTATIONS, SEED))
+    return sketched([shingles(words) for words in texts])
 
 
-def _shingles(words: Sequence[str]) -> set[str]:
+def sketched(sets: Sequence[set[str]]) -> list[Any]:
+    """Return the MinHash signature of each text, given as its shingles."""
+    return list(RMinHash.from_token_sets(list(sets), PERMUTATIONS, SEED))
+
+
+def shingles(words: Sequence[str]) -> set[str]:
+    """Return the runs of three words of a text; all of it if it is shorter."""
     if len(words) < SHINGLE_WORDS:
         return {" ".join(words)}
     return set(map(" ".join, zip(*(words[first:] for first in range(SHINGLE_WORDS)), strict=False)))
