@@ -16,7 +16,7 @@ from drafter.model import Decoder, rotary_tables
 from drafter.plain import Attend, Heads, NewTokens, Pair
 from drafter.trial import trusted
 
-ARRIVALS = 256  # as many as kernels.PROGRAMS
+ARRIVALS = 256  # as many as kernels.attention.PROGRAMS
 # Not cuDNN's attention: it makes a plan for each new shape, 50 ms and more, and every prompt is a new shape.
 READY = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -77,16 +77,16 @@ class Inference:
         branch_nd: Tensor | None = None
         for index, layer in enumerate(self.layers):
             x_nd, normed_nd = self._add_norm(x_nd, branch_nd, layer.first_norm_d)
-            attended_no = attend(index, functional.linear(normed_nd, layer.qkv_od))
-            branch_nd = functional.linear(attended_no, layer.out_do)
+            attended_no = attend(index, self._product(normed_nd, layer.qkv_od))
+            branch_nd = self._product(attended_no, layer.out_do)
             x_nd, normed_nd = self._add_norm(x_nd, branch_nd, layer.second_norm_d)
-            gated_nm = self._gated(functional.linear(normed_nd, layer.gate_up_md))
-            branch_nd = functional.linear(gated_nm, layer.down_dm)
+            branch_nd = self._product(self._gated(normed_nd, layer.gate_up_md), layer.down_dm)
         return self._add_norm(x_nd, branch_nd, self.decoder.model.norm.weight)[1]
 
     def turned(self, layer: int, qkv_nd: Tensor, positions_n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return a layer's queries and keys, normalised and rotated, and values, [tokens, heads, dim]."""
         turn = (self.kernels or plain).turned
+        qkv_nd = whole(qkv_nd, self.dtype)
         found: tuple[Tensor, Tensor, Tensor] = turn(qkv_nd, self.layers[layer].heads, positions_n)
         return found
 
@@ -105,15 +105,24 @@ class Inference:
             if kernels is not None and few:
                 out_nd: Tensor = kernels.attend(qkv_nd, heads, own, new, self.arrived)
                 return out_nd
-            return plain.attend(qkv_nd, heads, own, new, (kernels or plain).turned)
+            return plain.attend(whole(qkv_nd, self.dtype), heads, own, new, (kernels or plain).turned)
 
         return attended
 
     def _add_norm(self, x_nd: Tensor, branch_nd: Tensor | None, weight_d: Tensor) -> tuple[Tensor, Tensor]:
         return (self.kernels or plain).add_norm(x_nd, branch_nd, weight_d, self.eps)  # type: ignore[no-any-return]
 
-    def _gated(self, gate_up_nd: Tensor) -> Tensor:
-        return (self.kernels or plain).gated(gate_up_nd)  # type: ignore[no-any-return]
+    def _product(self, x_nd: Tensor, weight_od: Tensor) -> Tensor:
+        # On a GPU it may be in parts, which attention or the next norm adds up.
+        return (self.kernels or plain).product(x_nd, weight_od)  # type: ignore[no-any-return]
+
+    def _gated(self, x_nd: Tensor, gate_up_md: Tensor) -> Tensor:
+        return (self.kernels or plain).gated(x_nd, gate_up_md)  # type: ignore[no-any-return]
+
+
+def whole(product_nd: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a product, [tokens, out], of which there may be only the parts."""
+    return product_nd.sum(0).to(dtype) if product_nd.ndim == 3 else product_nd
 
 
 def joined(parts: list[nn.Linear]) -> Tensor:

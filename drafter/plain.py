@@ -78,10 +78,15 @@ def add_norm(x_nd: Tensor, branch_nd: Tensor | None, weight_d: Tensor, eps: floa
     return x_nd, rms_norm(x_nd, weight_d, eps)
 
 
-def gated(gate_up_nd: Tensor) -> Tensor:
-    """Return silu(gate) * up, where gate and up are the halves of a row."""
-    gate_nm, up_nm = gate_up_nd.chunk(2, dim=1)
-    return functional.silu(gate_nm) * up_nm
+def product(x_nd: Tensor, weight_od: Tensor) -> Tensor:
+    """Return x @ weight.T, [tokens, out]."""
+    return functional.linear(x_nd, weight_od)
+
+
+def gated(x_nd: Tensor, gate_up_md: Tensor) -> Tensor:
+    """Return silu(gate) * up, where gate and up are x by the halves of a matrix."""
+    gate_nw, up_nw = functional.linear(x_nd, gate_up_md).chunk(2, dim=1)
+    return functional.silu(gate_nw) * up_nw
 
 
 def turned(qkv_nd: Tensor, heads: Heads, positions_n: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -15,11 +16,16 @@ from drafter.plain import FEW, Heads, NewTokens
 
 Results = tuple[Tensor, ...]
 ROWS = ((0, 1), (1, 1), (63, 2), (0, 0), (64, 1), (65, 2), (300, 1), (0, 2))  # cached and new tokens of each
+FEW_AND_MORE = (5, 17)  # tokens of a product: it pads them to 16 or to 32
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 
 
+@cache
 def trusted(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> ModuleType | None:
-    """Return the kernels where there is a GPU and they do as plain torch does; else the log says why not."""
+    """Return the kernels where there is a GPU and they do as plain torch does; else the log says why not.
+
+    The trial is held once a process and shape: it compiles what will be served, which takes seconds.
+    """
     if device.type != "cuda":
         return None
     try:
@@ -42,7 +48,7 @@ def differences(kernels: ModuleType, config: ModelConfig, dtype: torch.dtype,
     """Return by how much each kernel's results differ at most from plain torch's on random numbers."""
     random = _Random(dtype, device)
     x_nd, branch_nd = random(5, config.hidden_size), random(5, config.hidden_size)
-    weight_d, gate_up_nd = random(config.hidden_size), random(5, 2 * config.intermediate_size)
+    weight_d = random(config.hidden_size)
     heads = _heads(config, random)
     qkv_nd = random(5, (config.heads + 2 * config.kv_heads) * config.head_dim)
     positions_n = torch.arange(5, device=device) * 7
@@ -53,16 +59,36 @@ def differences(kernels: ModuleType, config: ModelConfig, dtype: torch.dtype,
     found = {
         "norm": both(lambda ops: ops.add_norm(x_nd.clone(), None, weight_d, 1e-5)),
         "sum and norm": both(lambda ops: ops.add_norm(x_nd.clone(), branch_nd, weight_d, 1e-5)),
-        "gate": both(lambda ops: (ops.gated(gate_up_nd),)),
         "rotation": both(lambda ops: ops.turned(qkv_nd, heads, positions_n)),
     }
-    whole = kernels.PROGRAMS // (2 * heads.kv_count * len(ROWS)) + 1  # so many rows that none is split
-    for name, times in (("attention in parts", 1), ("attention to whole rows", whole)):
-        found[name] = _difference(*_attention(kernels, heads, random, times))
+    for rows in FEW_AND_MORE:
+        found |= _products(kernels, random, rows, config.hidden_size)
+    # So many rows that none is split:
+    unsplit = kernels.attention.PROGRAMS // (2 * heads.kv_count * len(ROWS)) + 1
+    for times, how in ((1, "in parts"), (unsplit, "to whole rows")):
+        for parts in {1, kernels.products.parts_of(qkv_nd.shape[1], config.hidden_size)}:
+            name = f"attention {how} from {parts} of a product"
+            found[name] = _difference(*_attention(kernels, heads, random, times, parts))
     return found
 
 
-def _attention(kernels: ModuleType, heads: Heads, random: "_Random", times: int) -> tuple[Results, Results]:
+def _products(kernels: ModuleType, random: "_Random", rows: int, size: int) -> dict[str, float]:
+    x_nd, weight_dd = random(rows, size), random(size, size) / size**0.5
+    even_d = torch.ones_like(x_nd[0])
+
+    def summed(ops: Any) -> Results:
+        found: Results = ops.add_norm(x_nd.clone(), ops.product(x_nd, weight_dd), even_d, 1e-5)
+        return found
+
+    def gated(ops: Any) -> Results:
+        return (ops.gated(x_nd, weight_dd),)
+
+    return {f"product of {rows}": _difference(summed(kernels), summed(plain)),
+            f"gate of {rows}": _difference(gated(kernels), gated(plain))}  # fmt: skip
+
+
+def _attention(kernels: ModuleType, heads: Heads, random: "_Random", times: int,
+               parts: int) -> tuple[Results, Results]:
     rows, device = list(ROWS) * times, random.device
     lengths_b, sizes_b = torch.tensor(rows, device=device).T.contiguous()
     slots_b = torch.arange(len(rows), device=device).flip(0)
@@ -72,11 +98,12 @@ def _attention(kernels: ModuleType, heads: Heads, random: "_Random", times: int)
     cached = (random(*stored), random(*stored))
     copied = (cached[0].clone(), cached[1].clone())
     qkv_nd = random(len(rows) * FEW, (heads.count + 2 * heads.kv_count) * heads.dim)
-    arrived = torch.zeros(kernels.PROGRAMS, dtype=torch.int32, device=device)
+    arrived = torch.zeros(kernels.attention.PROGRAMS, dtype=torch.int32, device=device)
     new = NewTokens(firsts_b, sizes_b, lengths_b, slots_b)
     expected_nd = plain.attend(qkv_nd, heads, cached, new)
+    product = qkv_nd if parts == 1 else (qkv_nd.float() / parts).expand(parts, -1, -1).contiguous()
     for _ in range(2):  # a second time the counters must be as they were
-        found_nd = kernels.attend(qkv_nd, heads, copied, new, arrived)
+        found_nd = kernels.attend(product, heads, copied, new, arrived)
     real_n = new.places_3n[0]
     return (found_nd[real_n], *copied, arrived), (expected_nd[real_n], *cached, torch.zeros_like(arrived))
 

@@ -20,12 +20,15 @@ interpreter._patch_lang_tensor = patched
 sys.path.insert(0, "tests")
 from conftest import small_config, small_decoder
 from drafter import kernels, trial
+from drafter.kernels import attention, products
 from drafter.engine import Engine, Generation
-trial.ROWS, kernels.PROGRAMS, kernels.SPLITS = trial.ROWS[:6], 48, 3
+trial.ROWS, attention.PROGRAMS, attention.SPLITS = trial.ROWS[:6], 48, 3
+products.WIDE, products.DEEP, products.KINDS = 16, 16, (torch.float16, torch.float32)
+attention.AHEAD = 0  # the interpreter knows no instructions of a GPU
 """
 
 TRIAL = """
-assert (kernels.split_of(6, 2), kernels.split_of(18, 2)) == (3, 1)
+assert (attention.split_of(6, 2), attention.split_of(18, 2)) == (3, 1)
 for family in ("llama", "qwen3"):
     for dtype in (torch.float32, torch.float16):
         found = trial.differences(kernels, small_config(family), dtype, torch.device("cpu"))
