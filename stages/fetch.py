@@ -55,6 +55,7 @@ def run(job: Job) -> dict[str, object]:
     pins = shipped(read_pins(job.root / "lock/serve.txt"))
     brought += _bring_wheels(job, log, pins)
     shutil.rmtree(job.out / PARTIAL, ignore_errors=True)
+    _tell_of_all(job, log, sources)
     subjects = [f"{name}/{file.path}" for name, source in sources.items() for file in source.files]
     subjects += [f"{WHEELS}/{path.name}" for path in (job.out / WHEELS).iterdir()]
     total = sum((job.out / name).stat().st_size for name in subjects)
@@ -112,14 +113,16 @@ def _bring_source(job: Job, log: Downloads, name: str, source: Source) -> int:
 
 
 def _bring_hub_file(log: Downloads, source: Source, file: File, folder: Path, partial: Path) -> None:
-    uri = f"{source.uri}/{file.path}"
+    uri = _uri(source, file)
+
+    def failed(fault: hub.Fault) -> None:
+        log.failed(uri, source.revision, fault.reason, http_status=fault.http_status)
+
     for afresh in (False, True):
         path = hub.patiently(
             file.path,
-            functools.partial(hub.download, source, file.path, partial, afresh),
-            failed=lambda fault: log.failed(
-                uri, source.revision, fault.reason, http_status=fault.http_status
-            ),
+            functools.partial(hub.download, source, file.path, partial, failed, afresh),
+            failed=failed,
         )
         fault = fault_of_file(path, file)
         if fault is None:
@@ -129,8 +132,8 @@ def _bring_hub_file(log: Downloads, source: Source, file: File, folder: Path, pa
         # It may have been pieced together from two transfers, or come from a damaged cache: once more, whole.
         if afresh:
             raise UserError(f"{file.path} as the hub gives it {fault}; it was not kept")
-    _move_in(path, folder / file.path)
     log.succeeded(uri, source.revision, size=file.size, sha256=file.sha256, method=hub.METHOD)
+    _move_in(path, folder / file.path)
 
 
 def _bring_package(job: Job, log: Downloads, name: str, source: Source, missing: list[File]) -> int:
@@ -158,12 +161,12 @@ def _bring_package(job: Job, log: Downloads, name: str, source: Source, missing:
                 f"{name}: {archive.path} has no sound member {file.member}; correct {FILE}"
             ) from error
         if fault := fault_of_file(extracted, file):
-            log.failed(f"{source.uri}#{file.member}", source.revision, fault)
+            log.failed(_uri(source, file), source.revision, fault)
             raise UserError(f"{name}: {file.member} {fault}; correct {FILE}")
-        _move_in(extracted, job.out / name / file.path)
         log.succeeded(
-            f"{source.uri}#{file.member}", source.revision, size=file.size, sha256=file.sha256, method="unzip"
+            _uri(source, file), source.revision, size=file.size, sha256=file.sha256, method="unzip"
         )
+        _move_in(extracted, job.out / name / file.path)
     shutil.rmtree(partial)
     return archive.size
 
@@ -197,11 +200,25 @@ def _bring_wheels(job: Job, log: Downloads, pins: dict[str, Pin]) -> int:
     brought = 0
     for path in sorted(partial.glob("*.whl")):
         wheel = read_wheel(path)
-        _move_in(path, folder / path.name)
         log.succeeded(wheel.purl, wheel.version, size=wheel.size, sha256=wheel.sha256, method="pip")
+        _move_in(path, folder / path.name)
         brought += wheel.size
     shutil.rmtree(partial)
     return brought
+
+
+def _tell_of_all(job: Job, log: Downloads, sources: dict[str, Source]) -> None:
+    """Let the log tell of every file that later stages take, those among them that were there already."""
+    for source in sources.values():
+        for file in source.files:
+            log.found(_uri(source, file), source.revision, size=file.size, sha256=file.sha256)
+    for path in sorted((job.out / WHEELS).iterdir()):
+        wheel = read_wheel(path)
+        log.found(wheel.purl, wheel.version, size=wheel.size, sha256=wheel.sha256)
+
+
+def _uri(source: Source, file: File) -> str:
+    return f"{source.uri}#{file.member}" if source.kind == "package" else f"{source.uri}/{file.path}"
 
 
 def _runs(path: Path) -> bool:
@@ -212,6 +229,7 @@ def _runs(path: Path) -> bool:
 
 
 def _move_in(path: Path, place: Path) -> None:
+    """Give a file its name; the log has it by then, for a kill in between must not cost its row."""
     place.parent.mkdir(parents=True, exist_ok=True)
     path.chmod(0o644)
     path.replace(place)

@@ -196,7 +196,7 @@ def test_a_stop_id_in_the_caps_last_place_is_a_stop(engine: Engine, prompts: lis
     assert (found.tokens, found.ended) == (row.tokens, "stop")
 
 
-@pytest.mark.parametrize("order", ["429:0", "503", "500", "cut"])
+@pytest.mark.parametrize("order", ["429:0", "503", "500", "520", "cut"])
 def test_a_server_that_is_busy_or_lost_for_a_moment_is_asked_again(engine: Engine, prompts: list[list[int]],
                                                                    tmp_path: Path, order: str) -> None:
     with completions(engine, orders=[order, order]) as held:
@@ -204,7 +204,8 @@ def test_a_server_that_is_busy_or_lost_for_a_moment_is_asked_again(engine: Engin
     assert [row.tokens for row in found] == [row.tokens for row in engine.generate(prompts[:3], SETTINGS)]
     assert len(held.asked) == 5
     events = [json.loads(line) for line in (tmp_path / "teacher.log").read_text().splitlines()]
-    assert [event["failures"] for event in events if event["event"] == "server failed"] == [1, 2]
+    seen = [(event["failures"], event["refusals"]) for event in events if event["event"] == "server failed"]
+    assert seen == ([(0, 1), (0, 2)] if order == "429:0" else [(1, 0), (2, 0)])
 
 
 def test_retry_after_is_waited_for(engine: Engine, tmp_path: Path) -> None:
@@ -229,7 +230,6 @@ def test_half_an_answer_is_refused(engine: Engine, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("order", "sentence"), [
     ("500", "answers 500; a prompt of 3 tokens was asked for 6 times"),
-    ("429", "no server is left after 6 failures in a row: "),
     ("400", "refuses /v1/completions (400): {\"error\": \"as ordered\"}"),
     ("307", "refuses /v1/completions (307)"),
 ])
@@ -238,6 +238,31 @@ def test_patience_has_an_end(engine: Engine, tmp_path: Path, order: str, sentenc
         fleet(tmp_path, held).generate([[5, 6, 7]], SETTINGS)
     assert sentence in str(caught.value)
     assert len(held.asked) == (1 if order in ("400", "307") else 6)
+
+
+@pytest.mark.parametrize("order", ["429", "429:0", "429:0.01"])
+def test_a_server_is_not_given_up_for_saying_that_it_is_asked_too_much(
+        engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: str) -> None:
+    monkeypatch.setattr(openai, "LONGEST_WAIT_S", 0.02)
+    with completions(engine, orders=[order] * 2 * openai.ATTEMPTS) as held:
+        writer = fleet(tmp_path, held)
+        (row,) = writer.generate([[5, 6, 7]], SETTINGS)
+        assert row.tokens == engine.generate([[5, 6, 7]], SETTINGS)[0].tokens
+        assert len(held.asked) == 2 * openai.ATTEMPTS + 1
+        assert (writer.servers[0].failures, writer.servers[0].refusals) == (0, 0)
+
+
+def test_where_all_that_is_heard_is_too_much_the_run_ends(
+        engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openai, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(openai, "LONGEST_WAIT_S", 0.02)
+    with completions(engine, orders=["", *["429"] * 99]) as held:
+        writer = fleet(tmp_path, held)
+        writer.generate([[5, 6, 7]], SETTINGS)
+        with pytest.raises(UserError, match="answers 429, and no server has answered a prompt for") as caught:
+            writer.generate([[5, 6, 7]], SETTINGS)
+    assert 3 <= len(held.asked) < 99
+    assert "run the same command again later" in str(caught.value)
 
 
 def test_the_others_do_a_dead_servers_part(engine: Engine, prompts: list[list[int]], tmp_path: Path) -> None:

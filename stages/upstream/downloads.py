@@ -1,7 +1,12 @@
-"""The log of downloads: every attempt, the failures and the successes, without hosts or secrets."""
+"""The log of downloads: every attempt, the failures and the successes, without hosts or secrets.
 
+A row's `status` is `ok` (came, and hashed right), `failed`, or `found` (was there, and hashed right).
+"""
+
+import contextlib
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from stages.upstream.pip import without_addresses
@@ -16,11 +21,23 @@ class Downloads:
     def __init__(self, path: Path) -> None:
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()  # where all was brought by hand the log is empty, and still evidence
+        with path.open("a+", encoding="utf-8", errors="replace") as stream:
+            stream.seek(0)
+            text = stream.read()
+            if text and not text.endswith("\n"):  # a full disk cut a row off
+                stream.write("\n")
+        self._told = set(_files_told(text))
 
     def succeeded(self, uri: str, revision: str, *, size: int, sha256: str, method: str) -> None:
         """Log a file that came whole and hashed right; `size` in bytes."""
         self._append(uri, revision, "ok", bytes=size, sha256=sha256, method=method)
+        self._told.add((uri, sha256))
+
+    def found(self, uri: str, revision: str, *, size: int, sha256: str) -> None:
+        """Log a file that lies there and hashes right, unless the log tells of it; `size` in bytes."""
+        if (uri, sha256) not in self._told:
+            self._append(uri, revision, "found", bytes=size, sha256=sha256)
+            self._told.add((uri, sha256))
 
     def failed(
         self,
@@ -49,3 +66,12 @@ class Downloads:
         row |= {name: value for name, value in fields.items() if value is not None}
         with self._path.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def _files_told(text: str) -> Iterator[tuple[str, str]]:
+    """Yield URI and sha256 of every file that the log has as there; a row that is cut off is passed over."""
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            row = json.loads(line)
+            if row["status"] != "failed":
+                yield row["uri"], row["sha256"]

@@ -21,6 +21,7 @@ from huggingface_hub.errors import (
     EntryNotFoundError,
     FileMetadataError,
     HfHubHTTPError,
+    LocalEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
@@ -29,7 +30,7 @@ from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_ba
 
 from stages.errors import UserError
 from stages.upstream.pinned import FILE, Source
-from stages.upstream.retries import BUSY, retry_after_s
+from stages.upstream.retries import is_transient, retry_after_s
 
 METHOD = "https"  # what the log calls the transfer: ranges over HTTP, never Xet or hf_transfer
 IDLE_S = 30.0  # a transfer that brings nothing for so long is broken off and resumed
@@ -61,17 +62,49 @@ class Fault:
     wait_s: float | None = None
 
 
+@dataclass
+class _Transfers:
+    """The transfers of one call of the client, which resumes one that breaks off without a word to us.
+
+    Attributes:
+        failed: told of each that broke off, as it is resumed.
+        under_way: whether one has begun.
+    """
+
+    failed: Callable[[Fault], None]
+    under_way: bool = False
+
+    def asked(self, request: requests.PreparedRequest) -> None:
+        """See a request go out: after a transfer has begun the next one is its resumption."""
+        if self.under_way and request.method == "GET":
+            first = str(request.headers.get("Range", "bytes=0-")).removeprefix("bytes=").partition("-")[0]
+            self.failed(Fault(f"the transfer broke off, and goes on from byte {first}", again=True))
+            self.under_way = False
+
+    def answered(self, request: requests.PreparedRequest, status: int) -> None:
+        """See an answer come."""
+        self.under_way = request.method == "GET" and status in (200, 206)
+
+
 class _Session(requests.Session):
     """Turns a busy hub and a lost connection into faults that reach our loop at once."""
 
+    def __init__(self, transfers: _Transfers | None = None) -> None:
+        super().__init__()
+        self._transfers = transfers
+
     def send(self, request: requests.PreparedRequest, **options: Any) -> requests.Response:
+        if self._transfers:
+            self._transfers.asked(request)
         try:
             response = super().send(request, **options)
         except (requests.ConnectionError, requests.Timeout) as error:
             raise _LostError(type(error).__name__) from error
-        if response.status_code in BUSY:
+        if is_transient(response.status_code):
             response.close()
             raise _BusyError(response.status_code, retry_after_s(response.headers.get("Retry-After")))
+        if self._transfers:
+            self._transfers.answered(request, response.status_code)
         return response
 
 
@@ -107,15 +140,28 @@ def plain_https() -> Iterator[None]:
 
 
 def access() -> dict[str, Any]:
-    """Return whom to ask, and as whom: HF_ENDPOINT and HF_TOKEN, and never a token from a file."""
-    return {"endpoint": os.environ.get("HF_ENDPOINT") or None, "token": os.environ.get("HF_TOKEN") or False}
+    """Return whom to ask, and as whom: HF_ENDPOINT and HF_TOKEN, and never a token from a file.
+
+    Raises:
+        UserError: the token cannot be sent.
+    """
+    token = os.environ.get("HF_TOKEN", "").strip()  # out of a file it comes with a line's end
+    if not (token.isascii() and token.isprintable()):
+        raise UserError("HF_TOKEN holds a character that no token has: set it anew")
+    return {"endpoint": os.environ.get("HF_ENDPOINT", "").strip() or None, "token": token or False}
 
 
-def download(source: Source, name: str, folder: Path, afresh: bool = False) -> Path:
+def download(
+    source: Source, name: str, folder: Path, failed: Callable[[Fault], None], afresh: bool = False
+) -> Path:
     """Download one file of a hub source into a folder as a real file; resume a partial one unless `afresh`.
 
-    Raises whatever the client raises: `patiently` makes a fault of it.
+    `failed` is told of each transfer that broke off and that the client has resumed by itself. Raises
+    whatever the client raises: `patiently` makes a fault of it.
     """
+    # After a transfer that breaks off the client takes a new session.
+    transfers = _Transfers(failed)
+    huggingface_hub.configure_http_backend(lambda: _Session(transfers))
     return Path(
         huggingface_hub.hf_hub_download(
             source.name,
@@ -169,6 +215,8 @@ def fault_of(error: BaseException) -> Fault | None:
             fault = Fault(str(error), again=True, http_status=error.status, wait_s=error.wait_s)
         case _LostError():
             fault = Fault("the hub does not answer (is there a network? is HF_ENDPOINT right?)", again=True)
+        case LocalEntryNotFoundError() if error.__cause__ is not None:
+            fault = fault_of(error.__cause__)  # what the hub answered when it was asked for the file's size
         case HfHubHTTPError():
             fault = _refused(error, error.response.status_code if error.response is not None else None)
         case requests.RequestException():
@@ -179,7 +227,7 @@ def fault_of(error: BaseException) -> Fault | None:
             fault = Fault(f"cannot write here: {os.strerror(error.errno)}", again=False)
         case OSError() if "onsistency check" in str(error):
             fault = Fault("the transfer ended early", again=True)
-        case OSError() if error.__cause__ is not None:
+        case OSError() | ValueError() if error.__cause__ is not None:
             fault = fault_of(error.__cause__)
     return fault
 

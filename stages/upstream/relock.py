@@ -110,7 +110,9 @@ def _entry(source: Source, sibling: RepoSibling, folder: Path) -> dict[str, str 
     if sibling.lfs is not None:
         return {"path": name, "size": sibling.lfs.size, "sha256": sibling.lfs.sha256}
     found = hub.patiently(
-        f"{source.uri}/{name}", lambda: hub.download(source, name, folder), failed=lambda fault: None
+        f"{source.uri}/{name}",
+        lambda: hub.download(source, name, folder, failed=lambda fault: None),
+        failed=lambda fault: None,
     )
     return {"path": name, "size": found.stat().st_size, "sha256": sha256_file(found)}
 

@@ -3,7 +3,13 @@
 import time
 from email.utils import parsedate_to_datetime
 
-BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})
+TOO_MANY = 429
+FIRST_OF_SERVER = 500  # from here on the fault is the server's, or of a proxy before it: 520, 529, ...
+
+
+def is_transient(status: int) -> bool:
+    """Say whether an answer of this status may be another one the next time."""
+    return status in (408, 425, TOO_MANY) or status >= FIRST_OF_SERVER
 
 
 def retry_after_s(header: str | None) -> float | None:

@@ -1,7 +1,8 @@
 """The target on completion servers elsewhere: prompts go out as token ids, rows of a shard come back.
 
 Any number of servers side by side. One that is busy or lost rests and is tried again, while the others do its
-part; an answer that breaks the contract stops the run, for what a wrong server wrote is worse than nothing.
+part; one that says itself that it is asked too much (429) is never given up for it. An answer that breaks the
+contract stops the run, for what a wrong server wrote is worse than nothing.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ from drafter.engine import Generated, Generation
 from stages.errors import UserError
 from stages.job import Job
 from stages.profile import Servers
-from stages.upstream.retries import BUSY, retry_after_s
+from stages.upstream.retries import TOO_MANY, is_transient, retry_after_s
 from stages.wrapper.redaction import hide_secrets
 from stages.writers.contract import checked
 from stages.writers.protocols import DIALECTS, AnswerError, served, version
@@ -28,6 +29,7 @@ KEY_VARIABLE = "TEACHER_API_KEY"
 ATTEMPTS = 6  # of one prompt, and of one server in a row, before it is given up
 FIRST_WAIT_S = 2.0  # doubled each time, unless the server says Retry-After
 LONGEST_WAIT_S = 300.0
+PATIENCE_S = 3600.0  # so long may all that answers be "too many requests"
 CONNECT_S = 10.0
 AGAIN = "run the same command again later: finished shards are kept"
 
@@ -40,11 +42,13 @@ class Fault(Exception):  # noqa: N818 (it is a fact that is passed on, not an er
         reason: in words, after the server's address.
         wait_s: how long the server wants to be left alone, if it says so.
         of_prompt: whether the prompt may be at fault, and not only the server.
+        of_server: whether the server may be at fault, and not only how much it is asked.
     """
 
     reason: str
     wait_s: float | None = None
     of_prompt: bool = True
+    of_server: bool = True
 
 
 @dataclass
@@ -54,7 +58,7 @@ class Server:
     Attributes:
         facts: what it tells of itself, once it was asked.
         busy: requests under way.
-        failures: in a row; those under way at the same time count once.
+        failures, refusals: in a row, refusals being answers 429; those under way at the same time count once.
         failed_at, rests_until: on the loop's clock, in seconds.
         reason: of the last failure.
     """
@@ -63,6 +67,7 @@ class Server:
     facts: dict[str, Any] = field(default_factory=dict)
     busy: int = 0
     failures: int = 0
+    refusals: int = 0
     failed_at: float = 0.0
     rests_until: float = 0.0
     reason: str = ""
@@ -88,6 +93,7 @@ class Fleet:
         self.servers = [Server(address) for address in settings.addresses]
         self.wrote: set[str] = set()
         self.changed = asyncio.Event()
+        self.wrote_at = 0.0  # when a prompt was last answered, on the loop's clock
         self.runner = asyncio.Runner()  # one loop, so that connections outlive a shard
         key = os.environ.get(KEY_VARIABLE, "").strip()
         if not (key.isascii() and key.isprintable()):
@@ -114,6 +120,7 @@ class Fleet:
         return [server.facts for server in self.servers if server.address in self.wrote]
 
     async def _all(self, prompts: list[list[int]], settings: Generation) -> list[Generated]:
+        self.wrote_at = asyncio.get_running_loop().time()
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._one(prompt, settings)) for prompt in prompts]
@@ -148,8 +155,9 @@ class Fleet:
         answer = self.dialect.read(body, self.model, prompt)
         row = checked(answer, prompt, settings, self.token_count)
         if server.failures < ATTEMPTS:
-            server.failures = 0
+            server.failures = server.refusals = 0
         self.wrote.add(server.address)
+        self.wrote_at = asyncio.get_running_loop().time()
         return row
 
     async def _meet(self, server: Server, began: float) -> None:
@@ -191,10 +199,11 @@ class Fleet:
         with _faults(self.settings.timeout_s):
             async with asyncio.timeout(self.settings.timeout_s):
                 answer = await self.client.request(method, f"{server.address}{path}", json=question)
-        if answer.status_code in BUSY:
-            overloaded = answer.status_code in (429, 503)
+        if is_transient(answer.status_code):
+            refused = answer.status_code == TOO_MANY
             raise Fault(f"answers {answer.status_code}", retry_after_s(answer.headers.get("Retry-After")),
-                        of_prompt=not overloaded)
+                        of_prompt=not refused and answer.status_code != httpx.codes.SERVICE_UNAVAILABLE,
+                        of_server=not refused)
         if answer.status_code in (401, 403):
             raise AnswerError(f"refuses access ({answer.status_code}): set {KEY_VARIABLE} to its API key")
         if answer.status_code != httpx.codes.OK:
@@ -235,13 +244,18 @@ class Fleet:
         if began < server.failed_at and fault.wait_s is None:
             return
         if began >= server.failed_at:
-            server.failures += 1
+            server.failures += fault.of_server
+            server.refusals += not fault.of_server
             server.failed_at, server.reason = now, fault.reason
             self.job.event("server failed", address=server.address, reason=fault.reason,
-                           failures=server.failures)
-            if server.failures == ATTEMPTS:
+                           failures=server.failures, refusals=server.refusals)
+            if fault.of_server and server.failures == ATTEMPTS:
                 self.job.say(f"{server.address} {fault.reason}, {ATTEMPTS} times in a row: it is left out")
-        wait_s = FIRST_WAIT_S * 2 ** (server.failures - 1) if fault.wait_s is None else fault.wait_s
+        if not fault.of_server and now - self.wrote_at > PATIENCE_S:
+            raise UserError(f"{server.address} {fault.reason}, and no server has answered a prompt for "
+                            f"{PATIENCE_S:,.0f} s. Let more requests through, and {AGAIN}")
+        doublings = min(server.failures + server.refusals - 1, 10)
+        wait_s = fault.wait_s or FIRST_WAIT_S * 2**doublings  # "at once" is no help, said time and again
         server.rests_until = max(server.rests_until, now + min(wait_s, LONGEST_WAIT_S))
 
 
