@@ -18,7 +18,7 @@ WARPS = 4
 STAGES = 3       # blocks of columns that are on their way at a time
 PROGRAMS = 256   # of one attention: rows are split over their context until there are so many ...
 SPLITS = 16      # ... but no finer than this
-AHEAD = 64       # columns of the cache that are asked for before the query is ready ...
+AHEAD = 64       # columns of the cache that a split row's program asks for before its query is ready ...
 LINE = tl.constexpr(64)  # ... so many elements at a time: 128 bytes where they are half as wide as float32
 
 
@@ -224,8 +224,8 @@ def attend(qkv_nd: Tensor, heads: Heads, cached: Pair, new: NewTokens, arrived: 
         heads.dim**-0.5, tokens * width, keys_skcd.stride(0), keys_skcd.stride(1), HEADS=heads.count,
         KV_HEADS=heads.kv_count, DIM=heads.dim, TILE=max(TILE_ROWS, lines), NEW=TILE_ROWS, BLOCK=COLUMNS,
         MOST=triton.next_power_of_2(SPLITS) if splits > 1 else 1, LINES=lines,
-        NORM=heads.q_weight is not None, PARTS=parts_in(qkv_nd), AHEAD=AHEAD, num_warps=WARPS,
-        num_stages=STAGES,
+        NORM=heads.q_weight is not None, PARTS=parts_in(qkv_nd), AHEAD=AHEAD if splits > 1 else 0,
+        num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     return out_nd
 
