@@ -9,6 +9,8 @@ import regex
 from gguf import GGUFReader
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast
 
 from stages.errors import UserError
 from stages.models.tokenizer import Tokenizer, load_tokenizer
@@ -93,6 +95,17 @@ def test_hub_folder_gives_the_same_ids(tokenizer: Tokenizer, tmp_path: Path) -> 
     messages = [{"role": "user", "content": "What is 17 * 3?\n\n1. 51"}]
     assert hub.prompt(messages) == tokenizer.prompt(messages)
     assert hub.special_ids == tokenizer.special_ids
+
+
+def test_added_tokens_that_are_not_special_are_no_users_text(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    tokenizer._backend.save_pretrained(tmp_path)
+    backend = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    backend.add_tokens([AddedToken("<think>", special=False), AddedToken("   ", special=False)])
+    backend.save_pretrained(tmp_path)
+    hub = load_tokenizer(tmp_path, "hub")
+    (think,) = hub.encode("<think>")
+    assert think not in hub.special_ids
+    assert set(hub.special_texts) == {*tokenizer.special_texts, "<think>"}
 
 
 def test_template_arguments_reach_the_template(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -23,9 +23,8 @@ class Tokenizer:
         self._fast: Fast = backend.backend_tokenizer
         self._fast.no_truncation()
         self._fast.no_padding()
-        self.special_ids = frozenset(
-            index for index, token in backend.added_tokens_decoder.items() if token.special
-        )
+        self._added: dict[int, AddedToken] = backend.added_tokens_decoder
+        self.special_ids = frozenset(index for index, token in self._added.items() if token.special)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -35,8 +34,11 @@ class Tokenizer:
 
     @property
     def special_texts(self) -> tuple[str, ...]:
-        """The texts of the special tokens, which no user text should hold."""
-        return tuple(self._backend.convert_ids_to_tokens(sorted(self.special_ids)))
+        """The texts that stand for one id each, which no user text should hold.
+
+        Not of special tokens alone: Qwen3's <think> and <tool_call> are added ones that are not special.
+        """
+        return tuple(token.content for _, token in sorted(self._added.items()) if token.content.strip())
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text; texts of special tokens become their ids."""
