@@ -131,14 +131,24 @@ def test_an_edited_later_turn_or_answer_counts_too(build: Build) -> None:
     assert built.dropped == {"resembles dev": 2}
 
 
+SYSTEM = {"role": "system", "content": "You are a patient teacher who explains everything with small and "
+          "plain words to people of every age."}
+
+
 @pytest.mark.parametrize("held", [
     {"text": PLAN}, {"prompt": PLAN}, {"messages": [{"role": "user", "content": PLAN}]},
+    {"messages": [SYSTEM, {"from": "human", "value": PLAN}, {"from": "tool", "value": "Rain."}]},
+    {"messages": ["Where should we go?", "Tell me more.", PLAN]},
+    {"prompt": [{"role": "user", "content": PLAN}]},
 ])
-def test_files_of_the_user_are_decontaminated_against_and_counted_by_source(build: Build, tmp_path: Path,
-                                                                           held: Any) -> None:
+def test_files_of_the_user_are_decontaminated_against_and_counted_by_source(
+        build: Build, tmp_path: Path, tokenizer: Tokenizer, held: Any) -> None:
     (tmp_path / "0").mkdir()
+    if isinstance(held.get("prompt"), list):
+        held = {"prompt": tokenizer.prompt(held["prompt"])}
     (tmp_path / "0" / "mine.jsonl").write_text(json.dumps(held) + "\n")
-    built = build([KEEP], [row("planted", PLAN), row("edited", EDITED), row("new", "What is peat?")],
+    quotes = row("quotes", f"My instructions say this: {SYSTEM['content']} Is that so?")
+    built = build([KEEP, quotes], [row("planted", PLAN), row("edited", EDITED), row("new", "What is peat?")],
                   decontaminate=("mine.jsonl",))
     counts = [entry["dropped"] for entry in built.manifest["sources"]]
     assert counts == [{}, {"shares words with mine.jsonl": 1, "resembles mine.jsonl": 1}]
@@ -147,7 +157,9 @@ def test_files_of_the_user_are_decontaminated_against_and_counted_by_source(buil
 
 @pytest.mark.parametrize(("content", "complaint"), [
     (None, "mine.jsonl is missing: data.decontaminate names it"),
-    ("{}", "line 1: needs messages, prompt or text"), ("{", "line 1: not JSON"),
+    ("{}", "line 1: needs messages with their texts, prompt or text"), ("{", "line 1: not JSON"),
+    ('{"messages": [{"role": "user"}]}', "line 1: needs messages"), ('{"prompt": ["a", 1]}', "line 1: needs"),
+    ('{"messages": [7]}', "line 1: needs messages"), ("7", "line 1: needs messages"),
 ])
 def test_a_faulty_file_to_decontaminate_against_is_a_sentence(build: Build, tmp_path: Path,
                                                              content: str | None, complaint: str) -> None:
@@ -214,13 +226,22 @@ def test_the_number_of_shared_words_is_the_profiles(build: Build) -> None:
     assert build([part, KEEP], sets=sets, shared_words=9).dropped == {"shares words with dev": 1}
 
 
-def test_a_shared_system_prompt_is_no_contamination(build: Build) -> None:
-    system = {"role": "system", "content": "You are a patient teacher who explains everything with small and "
-              "plain words to people of every age."}
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_a_shared_system_prompt_is_no_contamination(build: Build, tokenizer: Tokenizer, as_ids: bool) -> None:
     evaluation = conversation("one", "Why is the sea salty, in the end?")
-    evaluation["messages"].insert(0, system)
-    training = Row("own", "stem", (system, {"role": "user", "content": "Where does the wind come from?"}))
-    assert build([training], sets={"dev": [evaluation]}).dropped == {}
+    evaluation["messages"].insert(0, SYSTEM)
+    if as_ids:
+        evaluation["prompt"] = tokenizer.prompt(evaluation.pop("messages"))
+    training = Row("own", "stem", (SYSTEM, {"role": "user", "content": "Where does the wind come from?"}))
+    quotes = row("quotes", f"Is this a good start? {SYSTEM['content']}")
+    planted = row("planted", "why is the sea salty in the end")
+    built = build([training, quotes, planted], sets={"dev": [evaluation]})
+    assert built.dropped == {"shares words with dev": 1}
+
+
+def test_the_continuation_of_an_evaluation_conversation_counts(build: Build, tokenizer: Tokenizer) -> None:
+    given = conversation("one", "Where should we go?", continuation=tokenizer.encode(PLAN))
+    assert build([KEEP, row("planted", PLAN)], sets={"dev": [given]}).dropped == {"shares words with dev": 1}
 
 
 def test_the_chat_templates_own_words_are_no_contamination(build: Build, tokenizer: Tokenizer) -> None:
@@ -246,6 +267,10 @@ def test_dev_and_examples_are_templated_whole(build: Build, tokenizer: Tokenizer
     ({"dev": []}, {}, r"dev\.jsonl: no conversation"),
     ({"dev": [conversation("d", "x"), conversation("d", "y")]}, {}, r"dev\.jsonl: an id occurs twice"),
     ({"examples": [{"id": "e", "category": "math"}]}, {}, "conversation 'e': needs id, category, and"),
+    ({"dev": [{"id": "e", "category": "math", "messages": ["Hi"]}]}, {}, "'e': needs id, category"),
+    ({"dev": [{"id": "e", "category": "math", "prompt": ["Hi"]}]}, {}, "'e': needs id, category"),
+    ({"dev": [conversation("e", "x", continuation="no")]}, {}, "conversation 'e': continuation takes"),
+    ({"dev": [7]}, {}, "conversation 7: needs id, category"),
 ])
 def test_a_faulty_evaluation_file_stops_with_a_sentence(build: Build, sets: Any, target: Any, complaint: str
                                                         ) -> None:

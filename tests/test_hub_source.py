@@ -47,6 +47,26 @@ def test_prompt_category_family_and_language_columns(tmp_path: Path) -> None:
     assert read(tmp_path, columns=columns) == [Row("chats/b1", "stem", turns("Why?"), "pt")]
 
 
+def test_an_empty_cell_is_no_text(tmp_path: Path) -> None:
+    put(tmp_path, "all.jsonl", [{"q": "Why?", "field": None, "book": None, "lang": None}])
+    columns = {"prompt": "q", "category": "field", "family": "book", "language": "lang"}
+    assert read(tmp_path, columns=columns) == [Row("chats/0", "writing", turns("Why?"), "und")]
+    assert read(tmp_path, columns=columns, category=None) == [Rejected("no category")]
+
+
+def test_languages_have_one_kind_of_name(tmp_path: Path) -> None:
+    codes = {"deu": "de", "de": "de", "spa_Latn": "es", "pt-BR": "pt", "zho": "zh", "ceb": "ceb"}
+    put(tmp_path, "all.jsonl", [{"q": "Why?", "lang": name} for name in codes])
+    rows = read(tmp_path, columns={"prompt": "q", "language": "lang"})
+    assert sorted(row.language for row in rows if isinstance(row, Row)) == sorted(codes.values())
+
+
+@pytest.mark.parametrize("cell", ["Why?", 7, {"role": "user"}])
+def test_a_cell_that_holds_no_turns_is_no_conversation(tmp_path: Path, cell: Any) -> None:
+    put(tmp_path, "all.jsonl", [{"m": cell}])
+    assert read(tmp_path, columns={"messages": "m"}) == [Rejected("not a conversation")]
+
+
 def test_turns_are_kept_as_far_as_they_alternate(tmp_path: Path) -> None:
     def say(role: str, text: str) -> dict[str, str]:
         return {"role": role, "content": text}

@@ -76,11 +76,15 @@ def test_another_file_is_refused(tmp_path: Path, name: str, kind: str, spoil: An
         list(load_kind(kind).rows(one, context_of(tmp_path, one)))
 
 
-def test_a_damaged_file_is_a_sentence(tmp_path: Path) -> None:
-    (tmp_path / "mine.jsonl").write_text('{"q": "x", "about": "math"}\n{"q": \n')
-    one = local(tmp_path, "mine.jsonl", "jsonl")
-    with pytest.raises(UserError, match=r"'mine': cannot read mine.jsonl: "):
-        list(load_kind("jsonl").rows(one, context_of(tmp_path, one)))
+@pytest.mark.parametrize(("kind", "content"), [
+    ("jsonl", b'{"q": "x", "about": "math"}\n{"q": \n'), ("jsonl", b""), ("jsonl", b"1\n2\n"),
+    ("parquet", b"PAR1" + bytes(40) + b"PAR1"), ("parquet", b""),
+])
+def test_a_damaged_file_is_a_sentence(tmp_path: Path, kind: str, content: bytes) -> None:
+    (tmp_path / f"mine.{kind}").write_bytes(content)
+    one = local(tmp_path, f"mine.{kind}", kind)
+    with pytest.raises(UserError, match=rf"'mine': cannot read mine.{kind}: \S"):
+        list(load_kind(kind).rows(one, context_of(tmp_path, one)))
 
 
 @pytest.mark.parametrize("more", [

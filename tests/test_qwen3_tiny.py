@@ -97,7 +97,7 @@ def test_the_manifest_names_every_source(made: Path) -> None:
         assert entry["command"]
         assert entry["prompts_kept"] == sum(entry["prompts_by_split"].values()) > 0
         assert entry["conversations_read"] >= entry["prompts_kept"] / 2
-    assert entries["many-languages"]["prompts_by_language"].keys() == {"deu", "spa"}
+    assert entries["many-languages"]["prompts_by_language"].keys() == {"de", "es"}
     assert manifest(made)["target"]["uri"] == pinned["tiny-qwen3-8b"].uri
 
 

@@ -60,6 +60,15 @@ def test_the_turn_is_sampled_after_the_user_tag(tmp_path: Path, tokenizer: Token
         assert message == {"role": "user", "content": (head.rsplit("user\n", 1)[1] + GOOD).strip()}
 
 
+def test_a_turn_has_the_language_of_its_words(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    said = ("¿Cómo se dice 'buenas tardes' en alemán y cuál es la diferencia?",
+            "Quelle est la différence entre une abeille et une guêpe ?",
+            "Where do the bees go at night?", "Fibonacci numbers sorted backwards")
+    rows = invented(tmp_path, tokenizer, Stub(tokenizer, *said), rows=16, ways=("follow-up",))
+    assert {row.messages[-1]["content"]: row.language for row in rows if isinstance(row, Row)} == dict(
+        zip(said, ("es", "fr", "en", "und"), strict=True))
+
+
 def test_all_categories_are_led_to_in_all_ways(tmp_path: Path, tokenizer: Tokenizer) -> None:
     leads = list(Leads(make_job(tmp_path, [source()]).root).draw(random.Random(0), 1600))
     for category in CATEGORIES:

@@ -19,7 +19,7 @@ class Row:
             template, or its own name.
         category: one of `profile.CATEGORIES`, or the source's own.
         messages: turns of user and assistant in alternation, the first and last of the user.
-        language: as the source calls it; two letters where it is ours.
+        language: its code, see languages.py.
     """
 
     family: str

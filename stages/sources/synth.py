@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from drafter.engine import Engine, Generated, Generation
+from stages.decontamination import words
 from stages.files import digest_of, read_jsonl, sha256_file, write_jsonl
 from stages.models.target import load_target
 from stages.profile import DataSource
 from stages.sources import Context, Rejected, Row
+from stages.sources.languages import guess
 from stages.sources.leads import STEERING, Lead, Leads
 from stages.sources.plausibility import fault
 from stages.sources.template import FOLDER
@@ -54,7 +56,9 @@ def rows(source: DataSource, context: Context, sampler: Sampler | None = None) -
         for index, one in enumerate(read_jsonl(batches.file(source, number))):
             reason = one["fault"]
             family = one["family"] or f"{source.id}/{one['way']}/{number}-{index}"
-            yield Rejected(reason) if reason else Row(family, one["category"], tuple(one["messages"]))
+            messages = tuple(one["messages"])
+            language = guess(words(messages[-1]["content"]))
+            yield Rejected(reason) if reason else Row(family, one["category"], messages, language)
 
 
 class _Batches:

@@ -13,15 +13,17 @@ import datasets
 import yaml
 
 from stages.errors import UserError
-from stages.models.tokenizer import Message
 from stages.profile import DataSource
 from stages.sources import Rejected, Row
+from stages.sources.languages import UNKNOWN, code
+from stages.sources.turns import alternating
 from stages.upstream.evaluations import telling_word
 
 READERS = {".parquet": "parquet", ".jsonl": "json", ".yml": "talks", ".yaml": "talks"}
 COLUMNS = ("messages", "prompt", "category", "family", "language")
 SHUFFLE_ROWS = 10_000
-ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+# What `datasets` and pyarrow raise over files that are cut, empty, or hold no table.
+UNREADABLE = (ValueError, OSError, TypeError, StopIteration, datasets.exceptions.DatasetGenerationError)
 
 
 def read(source: DataSource, paths: Sequence[Path], seed: int) -> Iterator[Row | Rejected]:
@@ -56,17 +58,18 @@ def refuse_evaluation(source: DataSource, names: Sequence[str]) -> None:
 
 def _records(source: DataSource, paths: Sequence[Path], reader: str, seed: int
              ) -> Iterator[Mapping[str, Any]]:
-    if reader == "talks":
-        records = [record for path in paths for record in _talks(path)]
-        table = datasets.IterableDataset.from_generator(lambda: iter(records))
-    else:
-        table = datasets.load_dataset(reader, data_files=[str(path) for path in paths], split="train",
-                                      streaming=True)
     try:
+        if reader == "talks":
+            records = [record for path in paths for record in _talks(path)]
+            table = datasets.IterableDataset.from_generator(lambda: iter(records))
+        else:
+            table = datasets.load_dataset(reader, data_files=[str(path) for path in paths], split="train",
+                                          streaming=True)
         yield from table.shuffle(seed=seed, buffer_size=SHUFFLE_ROWS)
-    except (ValueError, OSError, datasets.exceptions.DatasetGenerationError) as error:
+    except UNREADABLE as error:
+        reason = next(iter(str(error).splitlines()), "there is nothing in it")
         raise UserError(f"data source {source.id!r}: cannot read {', '.join(p.name for p in paths)}: "
-                        f"{str(error).splitlines()[0]}") from error
+                        f"{reason}") from error
 
 
 def _talks(path: Path) -> Iterator[dict[str, Any]]:
@@ -92,35 +95,18 @@ def _check_columns(source: DataSource) -> None:
 
 def _row(source: DataSource, record: Mapping[str, Any], number: str) -> Row | Rejected:
     def value(name: str, otherwise: str) -> str:
-        return str(record[source.columns[name]]) if name in source.columns else otherwise
+        cell = record[source.columns[name]] if name in source.columns else None
+        return otherwise if cell is None else str(cell)
 
     if "messages" in source.columns:
-        messages = _alternating(record[source.columns["messages"]])
+        messages = alternating(record[source.columns["messages"]])
     else:
         prompt = record[source.columns["prompt"]]
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else []
     if not messages:
         return Rejected("not a conversation")
-    return Row(f"{source.id}/{value('family', number)}", value("category", source.category or ""),
-               tuple(messages), value("language", "en"))
-
-
-def _alternating(turns: Any) -> list[Message]:
-    """Return the turns as far as user and assistant alternate, up to the user's last; no system prompt."""
-    messages: list[Message] = []
-    for turn in turns or ():
-        role, content = _said(turn, len(messages))
-        if role == "system" and not messages:
-            continue
-        if role != ("user", "assistant")[len(messages) % 2] or not isinstance(content, str):
-            break
-        messages.append({"role": str(role), "content": content})
-    return messages[: len(messages) - (len(messages) % 2 == 0)] if messages else []
-
-
-def _said(turn: Any, place: int) -> tuple[str | None, Any]:
-    if isinstance(turn, str):
-        return ("user", "assistant")[place % 2], turn
-    if not isinstance(turn, Mapping):
-        return None, None
-    return ROLES.get(str(turn.get("role", turn.get("from")))), turn.get("content", turn.get("value"))
+    category = value("category", source.category or "")
+    if not category:
+        return Rejected("no category")
+    language = code(value("language", UNKNOWN)) if "language" in source.columns else "en"
+    return Row(f"{source.id}/{value('family', number)}", category, tuple(messages), language)
