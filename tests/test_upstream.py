@@ -8,6 +8,7 @@ from upstreams import COMMIT, sha256, upstream
 
 from stages.errors import UserError
 from stages.upstream import hub, relock
+from stages.upstream.evaluations import evaluation_at, telling_word
 from stages.upstream.pinned import find, read_sources
 from stages.upstream.relock import lock_source
 
@@ -56,7 +57,10 @@ def test_well_formed_entries_are_read(tmp_path: Path):
         (HUB | {"allow": '["data/validation-*"]'}, "a test or validation split"),
         (HUB | {"allow": '["test.jsonl"]'}, "a test or validation split"),
         (HUB | {"allow": "[]"}, "a hub source needs allow"),
-        (HUB | {"licence": '"see the card"'}, "licence must be an SPDX expression"),
+        (HUB | {"licence": '"see the card"'}, "one.licence: must be an SPDX expression"),
+        (HUB | {"licence": '""'}, "one.licence: must be an SPDX expression"),
+        (HUB | {"uri": f'"hf://models/cais/mmlu@{COMMIT}"'}, "mmlu is an evaluation set"),
+        (HUB | {"uri": f'"hf://models/o/n@{COMMIT}"', "split": '"train"'}, "a model has no split"),
         (HUB | {"revison": '"x"'}, "one.revison: unknown key. Allowed in a source: allow, archive"),
         (HUB | {"kind": '"git"'}, "one.kind: Input should be 'package' or 'hub'"),
         (PACKAGE | {"uri": '"pkg:pypi/some-thing"'}, "uri must be pkg:pypi/NAME@VERSION"),
@@ -82,6 +86,36 @@ def test_an_evaluation_set_is_refused_by_its_repository(tmp_path: Path, name: st
     table = HUB | {"uri": f'"hf://datasets/{name}@{COMMIT}"', "allow": '["data/train-*"]'}
     with pytest.raises(UserError, match=r"evaluation set|says '(benchmark|test|dev)'"):
         read_sources(write(tmp_path / "s", table))
+
+
+@pytest.mark.parametrize("name", [
+    "test", "tests", "testing", "valid", "validation", "val", "vals", "dev", "devs", "development", "eval",
+    "evals", "evaluation", "evaluations", "bench", "benchmark", "benchmarks", "benchmarking", "heldout",
+    "holdout", "held_out", "held-out", "hold_out", "HeldOut", "testset", "testdata", "testmini", "devtest",
+    "devset", "evalset", "valset", "validset", "trainval", "minival", "TestSet", "TestSplit", "trainTest",
+    "MTBench", "TESTSet", "data/test-00000-of-1.parquet", "main/dev.json", "train_val2017", "train-test",
+])  # fmt: skip
+def test_a_name_that_says_evaluation_is_known_by_its_word(name: str):
+    assert telling_word(name)
+
+
+@pytest.mark.parametrize("name", [
+    "train_sft", "trainset", "minimal", "latest", "contests", "devices", "DevOps", "dev-ops", "developers",
+    "validated", "interval", "retrieval", "medieval", "households", "threshold", "dataset", "unittests",
+])  # fmt: skip
+def test_a_name_that_only_contains_such_a_word_is_not(name: str):
+    assert telling_word(name) is None
+
+
+@pytest.mark.parametrize(("uri", "told"), [
+    ("hf://datasets/cais/mmlu@main", "cais/mmlu"), ("hf://cais/mmlu", "cais/mmlu"),
+    ("https://huggingface.co/datasets/openai/openai_humaneval/tree/main", "openai/openai_humaneval"),
+    ("hf://datasets/o/n@main/data/test-0.parquet", "test"), ("https://example.org/a/dev.jsonl", "dev"),
+    ("hf://datasets/test-lab/chats@main", None), ("https://dev.example.org/tests/chats.jsonl", None),
+    ("my own", None),
+])  # fmt: skip
+def test_a_uri_of_what_judges_is_known(uri: str, told: str | None):
+    assert evaluation_at(uri) == told
 
 
 @pytest.mark.parametrize("name", ["openai/gsm8k", "a/latest-devices", "a/contests", "HuggingFaceTB/smoltalk"])
@@ -167,13 +201,16 @@ def test_the_hub_gives_the_hashes_and_the_rest_of_the_file_stays(tmp_path: Path,
         ("other", "no source 'other'"),
         ("one", r"allow has 'data/train-\*', which matches no file"),
         ("one.5", "answers for commit ffff"),
+        ("two", r"two: 'data/test-0.parquet' says 'test': a test or validation split"),
     ],
 )
 def test_what_cannot_be_locked_is_refused(tmp_path: Path, held, name: str, sentence: str):
     path = tmp_path / "sources.toml"
-    path.write_text(TEXT)
-    held.files = {"README.md": b"x"}
+    # The pattern says nothing of a test, and a file that it lets through does.
+    text = TEXT + TEXT[TEXT.index('["one.5"]') :].replace('"one.5"', "two").replace("models", "datasets")
+    path.write_text(text)
+    held.files = {"README.md": b"x"} if name != "two" else FILES
     held.commit = "f" * 40 if name == "one.5" else COMMIT
     with pytest.raises(UserError, match=sentence):
         lock_source(path, name)
-    assert path.read_text() == TEXT
+    assert path.read_text() == text

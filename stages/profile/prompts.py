@@ -6,6 +6,8 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from stages.profile.section import Count, Name, Rate, Section, Share
+from stages.upstream.evaluations import evaluation_at
+from stages.upstream.pinned import Licence
 
 Way = Literal["opening", "system", "subject", "beginning", "examples", "follow-up"]  # stages/sources/leads.py
 
@@ -40,8 +42,8 @@ class DataSource(Section):
     rows: Count
     source: Name | None = None
     files: tuple[LocalFile, ...] = ()
-    uri: str | None = None
-    licence: str | None = None
+    uri: Annotated[str, Field(min_length=1)] | None = None
+    licence: Licence | None = None
     split: str = "train"
     columns: dict[str, str] = Field(default_factory=dict)
     category: str | None = None
@@ -62,6 +64,8 @@ class DataSource(Section):
         stated = (bool(self.files), self.uri is not None, self.licence is not None)
         if any(stated) != all(stated) or (self.kind in ("jsonl", "parquet")) != any(stated):
             raise ValueError("kinds 'jsonl' and 'parquet' need files, uri and licence; other kinds take none")
+        if self.uri and (told := evaluation_at(self.uri)):
+            raise ValueError(f"uri {self.uri!r} says {told!r}, which is for evaluation and never trained on")
         return self
 
 

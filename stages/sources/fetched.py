@@ -37,6 +37,8 @@ def _pinned(source: DataSource, context: Context, kind: str) -> Source:
     if pinned.kind != kind:
         raise UserError(f"data source {source.id!r}: {source.source} is of kind {pinned.kind!r} in {FILE}, "
                         f"not {kind!r}")
+    if pinned.kind == "hub" and pinned.repo_type != "dataset":
+        raise UserError(f"data source {source.id!r}: {source.source} is a model, and no set of data")
     if pinned.split is not None and pinned.split != source.split:
         raise UserError(f"data source {source.id!r}: split is {source.split!r}, and {FILE} fetches "
                         f"{pinned.split!r} of {source.source}")

@@ -2,11 +2,17 @@
 
 import re
 from fnmatch import fnmatchcase
+from pathlib import PurePosixPath
+from urllib.parse import urlsplit
 
-WORDS = frozenset((
-    "test", "tests", "testing", "valid", "validation", "val", "dev", "development", "eval", "evals",
-    "evaluation", "benchmark", "benchmarks", "bench", "heldout", "holdout",
-))
+# A word that says so by itself, and what is run together with it: testset, trainval, devtest, minival.
+_JUDGING = (r"tests?|testing|valid|validation|vals?|devs?(?![ _-]?ops)|development|evals?|evaluations?|bench|"
+            r"benchmarks?|benchmarking|(?:held|hold)[ _.-]?outs?")
+_BESIDE = "train|mini|sets?|data|splits?"
+_TELLING = re.compile(rf"(?<![a-z])(?:{_BESIDE})*(?:{_JUDGING})(?:{_BESIDE}|{_JUDGING})*(?![a-z])")
+_HUMP = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+_HUB = re.compile(r"(?:hf://|//(?:www\.)?huggingface\.co/|//hf\.co/)(?:datasets/|models/)?"
+                  r"(?P<owner>[\w.-]+)/(?P<rest>.+)")
 
 # Repositories that exist to measure models, whatever their splits are called; lower case, with wildcards.
 REPOSITORIES = (
@@ -22,9 +28,23 @@ REPOSITORIES = (
 
 def telling_word(name: str) -> str | None:
     """Return the word by which a split, file or configuration says that it is for evaluation, if one does."""
-    return next((word for word in re.findall(r"[a-z]+", name.lower()) if word in WORDS), None)
+    found = _TELLING.search(_HUMP.sub(" ", name).lower())
+    return found[0] if found else None
 
 
 def measures(repository: str) -> bool:
     """Say whether a repository (OWNER/NAME) is a known evaluation set."""
     return any(fnmatchcase(repository.lower(), pattern) for pattern in REPOSITORIES)
+
+
+def evaluation_at(uri: str) -> str | None:
+    """Return what says of a URI that it is for evaluation, if anything does: a known repository, or a word.
+
+    Of a hub's address all but the owner counts, of any other the last part: a host or a user may be called
+    as they like.
+    """
+    hub = _HUB.search(uri)
+    if hub is None:
+        return telling_word(PurePosixPath(urlsplit(uri).path).name)
+    repository = f"{hub['owner']}/{re.split('[@/]', hub['rest'])[0]}"
+    return repository if measures(repository) else telling_word(hub["rest"])

@@ -19,6 +19,12 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 SPDX = re.compile(r"[A-Za-z0-9.+-]+(?: (?:AND|OR|WITH) [A-Za-z0-9.+-]+)*")
 
 
+def _expression(text: str) -> str:
+    if not SPDX.fullmatch(text):
+        raise ValueError(f"must be an SPDX expression, such as MIT or LicenseRef-own (found {text!r})")
+    return text
+
+
 def _inside(name: str) -> str:
     path = PurePosixPath(name)
     if (
@@ -33,6 +39,7 @@ def _inside(name: str) -> str:
     return name
 
 
+Licence = Annotated[str, AfterValidator(_expression)]
 RelativePath = Annotated[str, AfterValidator(_inside)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
@@ -65,7 +72,7 @@ class Source(Entry):
 
     kind: Literal["package", "hub"]
     uri: str
-    licence: str
+    licence: Licence
     note: str = ""
     split: str | None = None
     allow: tuple[str, ...] = ()
@@ -108,8 +115,6 @@ class Source(Entry):
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
-        if not SPDX.fullmatch(self.licence):
-            raise ValueError(f"licence must be an SPDX expression (found {self.licence!r})")
         paths = [file.path for file in self.files]
         if len(set(paths)) < len(paths):
             raise ValueError("two files share a path")
@@ -130,13 +135,15 @@ class Source(Entry):
             )
         if self.archive or not self.allow or any(file.member for file in self.files):
             raise ValueError("a hub source needs allow, and takes neither archive nor member")
+        if measures(self.name):
+            raise ValueError(f"{self.name} is an evaluation set, which nothing here may use")
         if self.repo_type == "dataset":
             self._refuse_evaluation()
+        elif self.split is not None:
+            raise ValueError("a model has no split")
         return self
 
     def _refuse_evaluation(self) -> None:
-        if measures(self.name):
-            raise ValueError(f"{self.name} is an evaluation set, which nothing here may use")
         files = (file.path for file in self.files)
         for name in (self.name.partition("/")[2], self.split or "", *self.allow, *files):
             if word := telling_word(name):
@@ -152,7 +159,7 @@ class Source(Entry):
             "licence": self.licence,
             "files": {file.path: file.sha256 for file in self.files},
             "command": self._command(),
-            "log": f"logs/{DOWNLOADS}",
+            "log": f"evidence/logs/{DOWNLOADS}",  # in output/
         }
         return stated | {key: value for key in ("note", "split") if (value := getattr(self, key))}
 
@@ -175,10 +182,18 @@ def read_sources(path: Path) -> dict[str, Source]:
         UserError: the file is missing, is not TOML, or an entry is not right; the text names the key.
     """
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        return parsed(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"{FILE} is missing") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise UserError(f"{FILE}: not TOML: {error}") from error
+
+
+def parsed(text: str) -> dict[str, Source]:
+    """Return what a text, as of sources.toml, pins; see read_sources."""
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
         raise UserError(f"{FILE}: not TOML: {error}") from error
     sources = {}
     for name, table in tables.items():

@@ -18,7 +18,7 @@ from huggingface_hub.hf_api import RepoSibling
 from stages.errors import UserError
 from stages.files import sha256_file, write_atomic
 from stages.upstream import hub
-from stages.upstream.pinned import FILE, Source, find, read_sources
+from stages.upstream.pinned import FILE, Source, find, parsed, read_sources
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,8 +41,8 @@ def lock_source(path: Path, name: str) -> str:
     """Write the files of one hub source into sources.toml, and return a line that says what was found.
 
     Raises:
-        UserError: no such source, no hub source, the hub cannot be asked, a pattern matches nothing, or the
-            hub's answer is for another commit.
+        UserError: no such source, no hub source, the hub cannot be asked, a pattern matches nothing or a file
+            that is for evaluation, or the hub's answer is for another commit. The file is as it was then.
     """
     source = find(read_sources(path), name)
     if source.kind != "hub":
@@ -52,8 +52,8 @@ def lock_source(path: Path, name: str) -> str:
     text = with_files(path.read_text(encoding="utf-8"), name, files)
     if tomllib.loads(text)[name]["files"] != files:
         raise UserError(f"{FILE}: cannot write the files of {name}: keep its table in the form of the others")
+    parsed(text)
     write_atomic(path, text)
-    read_sources(path)
     return f"{name}: {len(files)} files, {sum(int(file['size']) for file in files):,} bytes"
 
 
