@@ -21,7 +21,7 @@ from stages.files import write_json, write_jsonl
 from stages.job import Job
 from stages.manifest import Tally, entry_of, manifest_of
 from stages.models.tokenizer import Tokenizer, load_tokenizer
-from stages.profile import Data, DataSource
+from stages.profile import CATEGORIES, Data, DataSource
 from stages.sieve import Sieve, Sieved
 from stages.sources import Context, Rejected, Row, load_kind
 from stages.spool import Spool
@@ -57,6 +57,7 @@ def run(job: Job) -> dict[str, object]:
             spools[split].add(f"{job.seed}/{row['id']}", line)
         _check_yield(source, tally, job)
         entries.append(entry_of(source, load_kind(source.kind).origin(source, harvest.context), tally))
+    harvest.check_limits()
     _forget_others(job)
     counts = {split: spools[split].count for split in SPLITS} | {name: len(sets[name]) for name in SETS}
     for split in SPLITS:
@@ -65,9 +66,9 @@ def run(job: Job) -> dict[str, object]:
         write_jsonl(job.out / f"{name}.jsonl", (conversation.row(name) for conversation in sets[name]))
     manifest = manifest_of(job, entries, {name: len(sets[name]) for name in SETS})
     write_json(job.out / "data_manifest.json", manifest)
-    dropped = manifest["totals"]["dropped"]
+    dropped = {key: manifest["totals"][key] for key in ("conversations_dropped", "turns_dropped")}
     job.say(", ".join(f"{name} {count}" for name, count in counts.items()) + f"; dropped {dropped}")
-    return {"prompts": counts, "dropped": dropped, "sources": harvest.context.metrics}
+    return {"prompts": counts, **dropped, "sources": harvest.context.metrics}
 
 
 def _forget_others(job: Job) -> None:
@@ -98,6 +99,8 @@ class Harvest:
         data, target = context.job.config.data, context.job.config.target
         asked = sum(source.rows for source in data.sources)
         self._room = Counter({name: math.ceil(share * asked) for name, share in data.category_limits.items()})
+        self._met: set[str] = set()
+        self._begun: dict[str, set[bytes]] = {split: set() for split in SPLITS}
         self._sieve = Sieve(context.tokenizer, contaminants, data.max_prompt_tokens, data.near_duplicate,
                             target.template_arguments)
 
@@ -111,21 +114,25 @@ class Harvest:
                     return
                 tally.conversations += 1
                 if isinstance(row, Rejected):
-                    tally.dropped[row.reason] += 1
+                    tally.conversations_dropped[row.reason] += 1
                 else:
                     yield from self._prompts(source, next(sieved), tally)
 
     def _prompts(self, source: DataSource, one: Sieved, tally: Tally) -> Iterator[tuple[str, dict[str, Any]]]:
         """Count one conversation, and yield its prompts."""
-        row, job = one.row, self.context.job
-        tally.dropped.update(turn for turn in (one.fault, *one.turns) if isinstance(turn, str))
-        split = "heldout" if source.heldout else split_of(job.seed, row.family, job.config.data.heldout_share)
+        row, split = one.row, self._split(source, one)
+        if split is None:
+            tally.conversations_dropped[one.fault or "begins as one held apart from it"] += 1
+            return
+        tally.turns += len(one.turns)
+        tally.turns_dropped.update(turn for turn in one.turns if isinstance(turn, str))
+        self._met.add(row.category)
         for turn, ids in enumerate(one.turns):
             if isinstance(ids, str):
                 continue
             if row.category in self._room:
                 if not self._room[row.category]:
-                    tally.dropped["category full"] += 1
+                    tally.turns_dropped["category full"] += 1
                     continue
                 self._room[row.category] -= 1
             tally.keep(split, row)
@@ -135,6 +142,32 @@ class Harvest:
             }
 
 
+    def _split(self, source: DataSource, one: Sieved) -> str | None:
+        """Return the side of a conversation; None if it is faulty, or begins as one on the other side.
+
+        Families stay whole, so it cannot follow that one; two that begin alike are nowhere on both sides.
+        """
+        if one.fault is not None:
+            return None
+        job = self.context.job
+        share = job.config.data.heldout_share
+        split = "heldout" if source.heldout else split_of(job.seed, one.row.family, share)
+        if any(one.beginning in begun for name, begun in self._begun.items() if name != split):
+            return None
+        self._begun[split].add(one.beginning)
+        return split
+
+    def check_limits(self) -> None:
+        """Refuse a limit of a category that no conversation had and nobody knows.
+
+        Raises:
+            UserError: there is one.
+        """
+        if unknown := sorted(self._room.keys() - self._met - set(CATEGORIES)):
+            raise UserError(f"data.category_limits names {unknown[0]!r}, which no conversation is of; they "
+                            f"are of {', '.join(sorted(self._met))}")
+
+
 def split_of(seed: int, family: str, heldout_share: float) -> str:
     """Return 'heldout' or 'train' for a family: a function of its own name, whatever else there is."""
     digest = hashlib.sha256(f"{seed}/{family}".encode()).hexdigest()
@@ -142,10 +175,10 @@ def split_of(seed: int, family: str, heldout_share: float) -> str:
 
 
 def _check_yield(source: DataSource, tally: Tally, job: Job) -> None:
-    reasons = ", ".join(f"{reason} {count}" for reason, count in tally.dropped.most_common()) or "none read"
     if not tally.kept["heldout" if source.heldout else "train"]:
         use = "choosing" if source.heldout else "training"
-        raise UserError(f"data source {source.id!r} keeps no row for {use} (dropped: {reasons}): "
+        raise UserError(f"data source {source.id!r} keeps no row for {use} (dropped: {tally.reasons}): "
                         "raise its rows or data.max_prompt_tokens, or take it out of the profile")
     if tally.prompts < source.rows:
-        job.say(f"source {source.id!r} has only {tally.prompts} of {source.rows} prompts; dropped: {reasons}")
+        job.say(f"source {source.id!r} has only {tally.prompts} of {source.rows} prompts; dropped: "
+                f"{tally.reasons}")

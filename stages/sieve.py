@@ -14,11 +14,15 @@ from stages.sources import Row
 
 @dataclass(frozen=True)
 class Sieved:
-    """One conversation: why none of it can be used, or for each of its user turns the ids, or why not."""
+    """One conversation: why none of it can be used, or for each of its user turns the ids, or why not.
+
+    Conversations whose first user turns are the same words have the same `beginning`.
+    """
 
     row: Row
     fault: str | None
     turns: tuple[list[int] | str, ...] = ()
+    beginning: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -93,4 +97,4 @@ class Sieve:
                 return Sieved(one.row, "near-duplicate")
             self._near.add(sketch)
         self._seen.update(key for key, turn in zip(keys, turns, strict=True) if not isinstance(turn, str))
-        return Sieved(one.row, None, tuple(turns))
+        return Sieved(one.row, None, tuple(turns), keys[0])

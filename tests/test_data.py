@@ -7,17 +7,24 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from sources import conversation, make_job, row, source
 
 from stages import data
 from stages.errors import UserError
+from stages.files import sha256_file
 from stages.models.tokenizer import Tokenizer, load_tokenizer
+from stages.profile import Data
 from stages.sources import Rejected, Row
 
 PLAN = ("Plan a walk for my aunt, who is eighty, likes gardens and trains, and must rest on a bench "
         "every ten minutes or so.")
 Built = SimpleNamespace
 Build = Callable[..., Any]
+
+
+def dropped(counted: Any) -> dict[str, int]:
+    return counted["conversations_dropped"] | counted["turns_dropped"]
 
 
 @pytest.fixture(scope="session")
@@ -45,7 +52,7 @@ def build(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch)
         read = {path.stem: [json.loads(line) for line in path.read_text().splitlines()]
                 for path in job.out.glob("*.jsonl")}
         manifest = json.loads((job.out / "data_manifest.json").read_text())
-        return Built(**read, manifest=manifest, dropped=metrics["dropped"], metrics=metrics, out=job.out)
+        return Built(**read, manifest=manifest, dropped=dropped(metrics), metrics=metrics, out=job.out)
 
     return run
 
@@ -150,7 +157,7 @@ def test_files_of_the_user_are_decontaminated_against_and_counted_by_source(
     quotes = row("quotes", f"My instructions say this: {SYSTEM['content']} Is that so?")
     built = build([KEEP, quotes], [row("planted", PLAN), row("edited", EDITED), row("new", "What is peat?")],
                   decontaminate=("mine.jsonl",))
-    counts = [entry["dropped"] for entry in built.manifest["sources"]]
+    counts = [dropped(entry) for entry in built.manifest["sources"]]
     assert counts == [{}, {"shares words with mine.jsonl": 1, "resembles mine.jsonl": 1}]
     assert list(built.manifest["filters"]["decontaminated_against"]) == ["mine.jsonl"]
 
@@ -174,7 +181,7 @@ def test_near_duplicates_go_within_and_across_sources(build: Build) -> None:
     one = PLAN.replace("eighty", "ninety")
     built = build([row("a", PLAN), row("b", one), KEEP],
                   [row("c", one.replace("trains", "boats")), row("new", "What is peat?")], near_duplicate=0.6)
-    assert [entry["dropped"] for entry in built.manifest["sources"]] == [{"near-duplicate": 1}] * 2
+    assert [dropped(entry) for entry in built.manifest["sources"]] == [{"near-duplicate": 1}] * 2
     assert sorted(found["family"] for found in built.train) == ["a", "keep", "new"]
 
 
@@ -194,7 +201,26 @@ def test_a_category_has_its_limit_over_all_sources(build: Build) -> None:
     others = [row(f"s{i}", f"Is stone {i} harder than glass?", category="stem") for i in range(8)]
     built = build([*first, *others[:4]], [*second, *others[4:]], rows=10, category_limits={"math": 0.5})
     assert built.manifest["totals"]["prompts_by_category"] == {"math": 10, "stem": 6}
-    assert [entry["dropped"] for entry in built.manifest["sources"]] == [{}, {"category full": 6}]
+    assert [entry["turns_dropped"] for entry in built.manifest["sources"]] == [{}, {"category full": 6}]
+
+
+LIMITED = {"category_limits": {"maths": 0.5}, "max_prompt_tokens": 320}
+
+
+def test_a_limit_of_a_category_that_no_source_has_is_refused() -> None:
+    with pytest.raises(ValidationError, match=r"names 'maths', which no source has: there are .*math"):
+        Data(sources=(source(),), **LIMITED)
+    Data(sources=(source(), source("own", kind="hub", source="chats", category="maths")), **LIMITED)
+
+
+def test_a_limit_of_a_category_that_no_row_has_is_refused(build: Build, tmp_path: Path,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    told = source("planted-0", kind="hub", source="chats", columns={"prompt": "q", "category": "field"})
+    monkeypatch.setattr("test_data.source", lambda *_, **__: told)
+    with pytest.raises(UserError, match=r"category_limits names 'maths', which .*; they are of writing"):
+        build([KEEP], **LIMITED)
+    assert build([KEEP, row("m", "Why is 7 odd?", category="maths")], **LIMITED).dropped == {}
+    assert build([KEEP], category_limits={"math": 0.5}).dropped == {}
 
 
 def test_a_source_may_be_held_out_whole(build: Build) -> None:
@@ -335,13 +361,59 @@ def test_the_manifest_accounts_for_every_conversation(build: Build) -> None:
                    row("m", "What is 2 + 2, and why?", category="math")])
     (entry,) = built.manifest["sources"]
     assert entry["conversations_read"] == 4
-    assert entry["dropped"] == {"empty": 1, "same words": 1}
+    assert (entry["conversations_dropped"], entry["turns_dropped"]) == ({"empty": 1}, {"same words": 1})
+    assert entry["turns_read"] == 3
     assert (entry["prompts_kept"], entry["prompts_by_category"]) == (2, {"math": 1, "writing": 1})
     assert entry["author"] == "a test"
-    assert built.manifest["evaluation"]["dev"]["use"] == "choosing only, never trained on"
+    assert (entry["split"], entry["log"]) == ("train", "evidence/logs/data.log")
+    judged = built.manifest["evaluation"]
+    assert judged["dev"]["use"] == "choosing only, never trained on"
+    assert judged["examples"]["use"] == "reporting only, neither trained on nor chosen on"
+    root = built.out.parent
+    assert {name: one["sha256"] for name, one in judged.items()} == {
+        name: sha256_file(root / "examples" / f"{name}.jsonl") for name in ("dev", "examples")}
+    assert built.manifest["target"]["licence"] == "Apache-2.0"
     assert built.manifest["target"]["uri"] == "pkg:pypi/target-model@1.0"
     assert built.manifest["target"]["files"] == {"model.gguf": "ab" * 32}
     assert built.metrics["prompts"] == {"train": 2, "heldout": 0, "dev": 1, "examples": 1}
+
+
+def test_conversations_and_turns_are_counted_apart_and_add_up(build: Build) -> None:
+    other = f"What do you know of {'many ' * 40}old harbours?"
+    built = build([row("a", "What is a fjord?", "An inlet.", "Where?", "In Norway.", other), row("e", ""),
+                   row("b", "What is a fjord?", "A bay.", "Is it deep?"), KEEP], [row("c", "Is peat old?")],
+                  max_prompt_tokens=100)
+    for counted in (*built.manifest["sources"], built.manifest["totals"]):
+        assert counted["turns_read"] == counted["prompts_kept"] + sum(counted["turns_dropped"].values())
+    totals = built.manifest["totals"]
+    assert (totals["conversations_read"], totals["conversations_dropped"]) == (5, {"empty": 1})
+    assert (totals["turns_read"], totals["turns_dropped"]) == (7, {"same words": 1, "too long": 1})
+
+
+def test_those_that_begin_alike_are_on_one_side(build: Build, tokenizer: Tokenizer) -> None:
+    talks = [row(f"{name}{i}", f"What is stone {i}?", f"It is {name}.", f"Is {name} so, in case {i}?")
+             for i in range(60) for name in ("old", "new")]
+    built = build(talks, heldout_share=0.4)
+    begun = [{tokenizer.decode(found["prompt"]).split("?")[0] for found in rows}
+             for rows in (built.train, built.heldout)]
+    assert not begun[0] & begun[1]
+    assert len(begun[0] | begun[1]) == 60
+    apart = built.manifest["totals"]["conversations_dropped"]
+    assert apart.keys() == {"begins as one held apart from it"}
+    assert 15 < sum(apart.values()) < 45  # 0.48 of 60 are expected
+
+
+def test_one_that_begins_as_one_of_a_source_held_out_is_not_trained_on(build: Build) -> None:
+    begun = row("a", "What is peat?", "Old moss.", "Does it burn?")
+    again = row("b", "what is PEAT", "Soil.", "Is it wet?")
+    built = build([KEEP, begun], [again, row("c", "Is slate hard?")], heldout=(1,))
+    assert [found["family"] for found in built.heldout] == ["c"]
+    assert {found["family"] for found in built.train} == {"keep", "a"}
+
+
+def test_the_seed_chooses_who_is_held_out() -> None:
+    sides = [[data.split_of(seed, f"f{i}", 0.5) for i in range(64)] for seed in (0, 0, 1)]
+    assert sides[0] == sides[1] != sides[2]
 
 
 def test_templates_end_to_end_twice_the_same_bytes(tmp_path: Path, smollm2_folder: Path) -> None:

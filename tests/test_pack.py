@@ -72,6 +72,9 @@ def test_architecture_tells_base_target_and_evidence(mill: Mill, output: Path) -
     assert told["drafter"] == json.loads((output / "config.json").read_text())
     assert told["drafter"]["layers"] == 3
     assert told["training_corpora"] == json.loads((output / "evidence/data_manifest.json").read_text())
+    corpora = told["training_corpora"]
+    logs = [one["log"] for one in (*corpora["sources"], corpora["target"])]
+    assert [name for name in logs if not (output / name).is_file()] == []
     named = [*told["training_evidence_files"], *told["inference_evidence_files"], told["weights"]]
     assert [name for name in named if not (output / name).is_file()] == []
     assert {f"evidence/records/{stage}.json" for stage in BUILD_STAGES} < set(named)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -90,11 +91,15 @@ def test_the_manifest_names_every_source(made: Path) -> None:
         assert entry["files"] == {file.path: file.sha256 for file in pinned[name].files}
         command = f"hf download draftmill/{name} --repo-type dataset --revision {COMMIT}"
         assert entry["command"].startswith(command)
-        assert entry["log"] == "logs/downloads.jsonl"
+        assert entry["log"] == "evidence/logs/downloads.jsonl"
     for entry in entries.values():
         assert entry["licence"] == "Apache-2.0"
         assert entry["files"]
         assert entry["command"]
+        assert entry["uri"]
+        assert re.fullmatch(r"[0-9a-f]{40}|sha256:[0-9a-f]{64}", entry["revision"])
+        assert entry["split"] in ("train", "train_sft")
+        assert entry["log"].startswith("evidence/logs/")
         assert entry["prompts_kept"] == sum(entry["prompts_by_split"].values()) > 0
         assert entry["conversations_read"] >= entry["prompts_kept"] / 2
     assert entries["many-languages"]["prompts_by_language"].keys() == {"de", "es"}
@@ -103,8 +108,8 @@ def test_the_manifest_names_every_source(made: Path) -> None:
 
 def test_planted_examples_are_caught_and_counted(made: Path) -> None:
     chat = next(entry for entry in manifest(made)["sources"] if entry["id"] == "chat")
-    assert chat["dropped"]["shares words with examples"] == 2
-    assert chat["dropped"]["resembles examples"] == 2
+    assert chat["conversations_dropped"]["shares words with examples"] == 2
+    assert chat["conversations_dropped"]["resembles examples"] == 2
 
 
 def test_only_training_files_are_fetched_and_the_log_tells_the_story(made: Path, hub: Upstream) -> None:

@@ -86,10 +86,15 @@ class Data(Section):
     sources: tuple[DataSource, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
-    def _distinct_ids(self) -> Self:
+    def _fits_together(self) -> Self:
         ids = [source.id for source in self.sources]
         if len(set(ids)) < len(ids):
             raise ValueError(f"two sources share an id: {ids}")
+        known = {*CATEGORIES, *(source.category for source in self.sources)}
+        told = not any("category" in source.columns for source in self.sources)  # else rows will tell
+        if told and (unknown := sorted(self.category_limits.keys() - known)):
+            raise ValueError(f"category_limits names {unknown[0]!r}, which no source has: there are "
+                             f"{', '.join(sorted(filter(None, known)))}")
         if all(source.heldout for source in self.sources):
             raise ValueError("every source is held out: none is left to train on")
         return self

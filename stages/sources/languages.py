@@ -17,7 +17,7 @@ por:pt pus:ps que:qu ron:ro rum:ro run:rn rus:ru sin:si slk:sk slo:sk slv:sl smo
 sot:st spa:es sqi:sq srp:sr sun:su swa:sw swe:sv swh:sw tam:ta tat:tt tel:te tgk:tg tgl:tl tha:th tir:ti
 tuk:tk tur:tr uig:ug ukr:uk urd:ur uzb:uz vie:vi wel:cy wol:wo xho:xh yid:yi yor:yo zho:zh zsm:ms zul:zu
 """
-_TWO_LETTERS = dict(re.findall(r"(\w{3}):(\w{2})", _CODES))
+_TWO_LETTERS: dict[str, str] = dict(re.findall(r"(\w{3}):(\w{2})", _CODES))
 
 # Words that hold a sentence together, of those languages that pass for typed here (see plausibility.py).
 _COMMON = {language: frozenset(text.split()) for language, text in {

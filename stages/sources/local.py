@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.errors import UserError
-from stages.files import sha256_file
+from stages.files import digest_of, sha256_file
 from stages.profile import DataSource
 from stages.sources import Context, Rejected, Row, tables
 
@@ -23,9 +23,10 @@ def rows(source: DataSource, context: Context) -> Iterator[Row | Rejected]:
 
 def origin(source: DataSource, context: Context) -> dict[str, Any]:
     """Return what the profile states."""
+    files = {file.path: file.sha256 for file in source.files}
     return {
-        "uri": source.uri, "licence": source.licence, "split": source.split, "columns": dict(source.columns),
-        "files": {file.path: file.sha256 for file in source.files},
+        "uri": source.uri, "revision": f"sha256:{digest_of(files)}", "licence": source.licence,
+        "columns": dict(source.columns), "files": files,
         "command": "put the files in their place; their sha256 is in the profile",
     }
 

@@ -202,7 +202,8 @@ def origin(source: DataSource, context: Context) -> dict[str, Any]:
     target = context.job.config.target
     upstream = declared(context.job.root, target.source)
     return {
-        "author": f"the target, {target.name}", "revision": target.revision, "licence": upstream["licence"],
+        "author": f"the target, {target.name}", "uri": upstream["uri"], "revision": target.revision,
+        "licence": upstream["licence"],
         "upstream": upstream,
         "method": "user turns sampled after the target's user tag, led by the file below and the templates",
         "command": "make data", "temperature": source.temperature, "top_p": source.top_p,

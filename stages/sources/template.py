@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from stages.files import sha256_file
+from stages.files import digest_of, sha256_file
 from stages.profile import CATEGORIES, DataSource
 from stages.sources import Context, Rejected, Row
 from stages.sources.library import PLACE, Library, Template, load_library
@@ -96,4 +96,6 @@ def origin(source: DataSource, context: Context) -> dict[str, Any]:
     names = ["fillers.toml", *(f"{category}.toml" for category in CATEGORIES)]
     root = context.job.root
     files = {(FOLDER / name).as_posix(): sha256_file(root / FOLDER / name) for name in names}
-    return {"author": "this repository", "licence": "Apache-2.0", "files": files, "command": "make data"}
+    return {"author": "this repository", "uri": f"repository:{FOLDER.as_posix()}",
+            "revision": f"sha256:{digest_of(files)}", "licence": "Apache-2.0", "files": files,
+            "command": "make data"}
