@@ -17,7 +17,7 @@ from typing import Any
 from stages.decontamination import Contaminants, words
 from stages.errors import UserError
 from stages.evaluation import SETS, Conversation, read_set, read_texts
-from stages.files import write_json, write_jsonl
+from stages.files import digest_of, write_json, write_jsonl
 from stages.job import Job
 from stages.manifest import Tally, entry_of, manifest_of
 from stages.models.tokenizer import Tokenizer, load_tokenizer
@@ -28,8 +28,8 @@ from stages.spool import Spool
 
 SECTIONS = ("target", "data")
 TAKES = ("fetch/{target.source}/*", "fetch/{data.sources.*.source}/*")
-FILES = ("examples/*.jsonl", "stages/sources/templates/*.toml", "lock/sources.toml",
-         "{data.decontaminate.*}")
+FILES = ("examples/*.jsonl", "stages/sources/templates/*.toml", "lock/sources.toml#{target.source}",
+         "lock/sources.toml#{data.sources.*.source}", "{data.decontaminate.*}")
 LIBRARIES = ("torch", "transformers", "tokenizers", "jinja2", "gguf", "rensa", "datasets")
 PLUGINS = (("data.sources.*.kind", "stages.sources"),)
 
@@ -51,12 +51,16 @@ def run(job: Job) -> dict[str, object]:
     spools = {split: Spool(job.work / split) for split in SPLITS}
     entries = []
     for source in data.sources:
-        tally = Tally()
+        tally, given = Tally(), hashlib.sha256()
         for split, row in job.progress(harvest.gathered(source, tally), source.rows, "prompt"):
             line = json.dumps(row, sort_keys=True, ensure_ascii=False)
+            given.update(f"{split} {line}\n".encode())
             spools[split].add(f"{job.seed}/{row['id']}", line)
         _check_yield(source, tally, job)
-        entries.append(entry_of(source, load_kind(source.kind).origin(source, harvest.context), tally))
+        origin = load_kind(source.kind).origin(source, harvest.context)
+        entries.append(entry_of(source, origin, tally))
+        harvest.context.metrics.setdefault(source.id, {}).update(
+            key=_key(source, origin, job), prompts_sha256=given.hexdigest())
     harvest.check_limits()
     _forget_others(job)
     counts = {split: spools[split].count for split in SPLITS} | {name: len(sets[name]) for name in SETS}
@@ -69,6 +73,16 @@ def run(job: Job) -> dict[str, object]:
     dropped = {key: manifest["totals"][key] for key in ("conversations_dropped", "turns_dropped")}
     job.say(", ".join(f"{name} {count}" for name, count in counts.items()) + f"; dropped {dropped}")
     return {"prompts": counts, **dropped, "sources": harvest.context.metrics}
+
+
+def _key(source: DataSource, origin: Mapping[str, Any], job: Job) -> str:
+    """Digest what a source's rows come of, but for the code: two records tell by it which source changed.
+
+    Whether what it gave is the same, all of it having passed the sieve behind the sources before it, the
+    sha256 of its prompts tells.
+    """
+    return digest_of({"source": source.model_dump(mode="json"), "origin": origin, "seed": job.seed,
+                      "target": job.config.target.model_dump(mode="json")})
 
 
 def _forget_others(job: Job) -> None:

@@ -22,7 +22,7 @@ from stages.upstream.wheelhouse import read_wheel, runs
 
 SECTIONS = ("fetch",)
 TAKES = ()
-FILES = ("lock/sources.toml", "lock/serve.txt")
+FILES = ("lock/sources.toml#{fetch.sources.*}", "lock/serve.txt")
 LIBRARIES = ("huggingface-hub",)
 PLACE = "vendor"
 IN_PLACE = True

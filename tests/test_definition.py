@@ -134,6 +134,7 @@ def test_changes_are_told_by_path() -> None:
     ('SECTIONS = ("distil",)', "a profile has"),
     ("SECTIONS = tuple()", "must be a literal"),
     ('SECTIONS = ()\nFILES = ("nothing/*.txt",)', "there is no such file"),
+    ('SECTIONS = ()\nFILES = ("lock/sources.toml#no",)', "reads [no] of lock/sources.toml, which it has"),
     ('SECTIONS = ()\nTAKES = ("fetch/nowhere/*",)', "left nothing of that name"),
     ('SECTIONS = ()\nTAKES = ("pack",)', "in a circle"),
     ("SECTIONS = (", "data.py, line 2: '(' was never closed"),
@@ -169,6 +170,18 @@ def test_comments_in_a_table_of_values_do_not_count(tmp_path: Path) -> None:
     shop.write("examples/words.toml", "# Say more.\n[a]\nb   =   1  # and more\n")
     assert _define(shop, "data")["files"] == before
     shop.write("examples/words.toml", "[a]\nb = 2\n")
+    assert _define(shop, "data")["files"] != before
+
+
+def test_of_a_file_of_which_a_table_is_named_the_others_do_not_count(tmp_path: Path) -> None:
+    shop = Workshop(tmp_path)
+    shop.replace("stages/data.py", '"examples/*.jsonl"', '"lock/sources.toml#{target.source}"')
+    shop.run("fetch")
+    before = _define(shop, "data")["files"]
+    assert list(before) == ["lock/sources.toml#smollm2-135m-instruct"]
+    shop.replace("lock/sources.toml", "short talks", "long talks")
+    assert _define(shop, "data")["files"] == before
+    shop.replace("lock/sources.toml", "quantised to Q4_1", "in Q4_1")
     assert _define(shop, "data")["files"] != before
 
 

@@ -21,7 +21,8 @@ MINE = {"files": ({"path": "mine.jsonl", "sha256": "0" * 64},), "uri": "https://
     "evals", "evaluation", "evaluations", "bench", "benchmark", "benchmarks", "benchmarking", "heldout",
     "holdout", "held_out", "held-out", "hold_out", "HeldOut", "testset", "testdata", "testmini", "devtest",
     "devset", "testsplit", "evalset", "valset", "validset", "trainval", "minival", "TestSet", "TestSplit",
-    "trainTest", "MTBench", "TESTSet", "data/test-00000-of-1.parquet", "main/dev.json", "train_val2017", "train-test",
+    "trainTest", "MTBench", "TESTSet", "data/test-00000-of-1.parquet", "main/dev.json", "train_val2017",
+    "train-test",
 ])  # fmt: skip
 def test_a_name_that_says_evaluation_is_known_by_its_word(name: str) -> None:
     assert telling_word(name)

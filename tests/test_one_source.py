@@ -35,6 +35,25 @@ def rows_of(mill: Mill, source: str) -> set[bytes]:
     return {line for line in lines if f'"source": "{source}"'.encode() in line}
 
 
+def changed(one: Mill, other: Mill) -> dict[str, set[str]]:
+    """What the records of two runs tell apart of each source."""
+    ours, theirs = (mill.metrics("data")["sources"] for mill in (one, other))
+    found = {name: {key for key in ("key", "prompts_sha256") if ours[name][key] != theirs[name][key]}
+             for name in ours}
+    return {name: keys for name, keys in found.items() if keys}
+
+
+def test_a_source_that_the_profile_does_not_use_is_no_reason_to_run(first: Mill, copy: Mill) -> None:
+    lock = (copy.root / "lock" / "sources.toml").read_text()
+    copy.write("lock/sources.toml", lock + lock.replace("[toy]", "[other]").replace("Apache-2.0", "MIT"))
+    for stage in ("fetch", "data"):
+        assert copy.run(stage).splitlines()[-1] == f"{stage}: up to date"
+    copy.replace("lock/sources.toml", "Apache-2.0", "BSD-3-Clause")
+    for stage in ("fetch", "data"):
+        assert f"{stage}: runs, because files lock/sources.toml#toy changed" in copy.run(stage)
+    assert changed(first, copy) == {"invented": {"key"}}  # whose licence it is; the rows are the same
+
+
 def test_changing_the_templates_leaves_what_the_target_invented(first: Mill, copy: Mill) -> None:
     sampled = first.metrics("data")["sources"]["invented"]
     assert sampled["batches_kept"] == 0 < sampled["batches_sampled"]
@@ -43,7 +62,8 @@ def test_changing_the_templates_leaves_what_the_target_invented(first: Mill, cop
     assert "data: runs, because config.data.sources" in said
     assert copy.run("fetch").splitlines()[-1] == "fetch: up to date"
     again = copy.metrics("data")["sources"]["invented"]
-    assert again == {"batches_kept": sampled["batches_sampled"], "batches_sampled": 0}
+    assert again == sampled | {"batches_kept": sampled["batches_sampled"], "batches_sampled": 0}
+    assert changed(first, copy) == {"templates": {"key", "prompts_sha256"}}
     assert len(rows_of(copy, "templates")) < len(rows_of(first, "templates"))
     assert rows_of(copy, "invented") == rows_of(first, "invented")
 
@@ -52,6 +72,7 @@ def test_changing_what_the_target_invents_leaves_the_templates(first: Mill, copy
     copy.replace("profiles/toy.toml", "max_turn_tokens = 48", "max_turn_tokens = 40")
     copy.run("data")
     assert copy.metrics("data")["sources"]["invented"]["batches_kept"] == 0
+    assert changed(first, copy) == {"invented": {"key", "prompts_sha256"}}
     assert rows_of(copy, "templates") == rows_of(first, "templates")
     assert rows_of(copy, "invented") != rows_of(first, "invented")
 

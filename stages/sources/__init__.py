@@ -46,7 +46,7 @@ class Context:
 
     job: Job
     tokenizer: Tokenizer
-    metrics: dict[str, dict[str, int]] = field(default_factory=dict)
+    metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
     shared: dict[str, Any] = field(default_factory=dict)
 
 

@@ -22,7 +22,7 @@ class Declaration:
     Attributes:
         sections: profile sections that it reads.
         takes: 'stage' or 'stage/<glob over subject names>'; `{a.b}` is filled from the declared sections.
-        files: globs of repository files that it reads.
+        files: globs of repository files that it reads, filled like `takes`; `FILE.toml#TABLE` is one table.
         libraries: installed distributions whose versions enter the definition; filled like `takes`.
         plugins: pairs of a dotted config path and a package; the config's values name modules of it.
         reaches: a profile section that it reads and that is no part of its key; it may reach the `addresses`

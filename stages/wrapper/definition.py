@@ -39,7 +39,6 @@ def define(root: Path, profile: Profile, declaration: Declaration, digests: Dige
     plugins = {f"{package}.{value}" for path, package in declaration.plugins
                for value in values_at(config, path)}
     tables = {name: value for name, value in config.items() if isinstance(value, dict)}
-    files = {path.relative_to(root).as_posix(): path for path in _files(root, declaration, config)}
     return {
         "stage": declaration.stage,
         "config": config,
@@ -49,7 +48,7 @@ def define(root: Path, profile: Profile, declaration: Declaration, digests: Dige
         "libraries": _libraries(declaration, config),
         "code": code_digests(root, [f"stages.{declaration.stage}", *sorted(plugins)]),
         "inputs": taken_subjects(root, profile.name, declaration, config),
-        "files": {name: _meaning(path, digests) for name, path in files.items()},
+        "files": dict(_files(root, declaration, config, digests)),
     }
 
 
@@ -57,13 +56,18 @@ def _meaning(path: Path, digests: Digests) -> str:
     """Digest a file without its comments: Python by its syntax tree, TOML by its values, others by bytes."""
     if path.suffix == ".py":
         return syntax_digest(path)
-    if path.suffix == ".toml":
-        try:
-            values = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise UserError(f"{path}: not TOML: {error}") from error
-        return digest_of(json.loads(json.dumps(values, default=str)))
-    return digests.of(path)
+    return _values_digest(_tables(path)) if path.suffix == ".toml" else digests.of(path)
+
+
+def _tables(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not TOML: {error}") from error
+
+
+def _values_digest(values: Any) -> str:
+    return digest_of(json.loads(json.dumps(values, default=str)))
 
 
 def config_of(profile: Profile, declaration: Declaration) -> dict[str, Any]:
@@ -140,10 +144,20 @@ def _libraries(declaration: Declaration, config: dict[str, Any]) -> dict[str, st
     return versions
 
 
-def _files(root: Path, declaration: Declaration, config: dict[str, Any]) -> Iterator[Path]:
+def _files(root: Path, declaration: Declaration, config: dict[str, Any],
+           digests: Digests) -> Iterator[tuple[str, str]]:
+    """Yield the name and the digest of each file, or table of a file, that the stage reads."""
     for pattern in declaration.files:
         for filled in fill(pattern, config):
-            found = [path for path in root.glob(filled) if path.is_file() and "__pycache__" not in path.parts]
+            names, _, table = filled.partition("#")
+            found = [path for path in root.glob(names) if path.is_file() and "__pycache__" not in path.parts]
             if not found:
-                raise UserError(f"{declaration.stage}: reads {filled}, and there is no such file here")
-            yield from sorted(found)
+                raise UserError(f"{declaration.stage}: reads {names}, and there is no such file here")
+            for path in sorted(found):
+                name = path.relative_to(root).as_posix()
+                if not table:
+                    yield name, _meaning(path, digests)
+                elif table in (tables := _tables(path)):
+                    yield f"{name}#{table}", _values_digest(tables[table])
+                else:
+                    raise UserError(f"{declaration.stage}: reads [{table}] of {name}, which it has not")
