@@ -12,14 +12,23 @@ MIN_DISTINCT_SHARE = 0.4
 MIN_ASCII_SHARE = 0.85  # of letters: lets western European languages through, and few others
 MIN_LETTER_SHARE = 0.5  # of characters that are not space
 
-# Talk of an assistant, in lower case: the target has slipped into the other role.
+_CANNOT = r"i ?(?:can't|can ?not|won't|will not|(?:'?m| am) (?:unable|not able) to)"
+_SERVE = r"(?:help|assist|provide|fulfil+|comply|engage|generate|(?:answer|discuss) th(?:at|is))\b"
+_MAKERS = r"(?:alibaba|openai|anthropic|google|meta|microsoft|mistral)\b"
+_MACHINE = r"(?:language model|(?:ai|virtual|digital|helpful) assistant|chatbot)\b"
+
+# Talk of an assistant, in lower case: the target has slipped into the other role, refuses, or names itself.
 _ASSISTANT = re.compile(
     "|".join((
         r"as an ai\b", r"as a (?:large )?language model", r"\bi(?:'?m| am) (?:sorry|an ai\b|here to help)",
         r"^(?:sure|certainly|absolutely|of course|great|yes|hello|hi)[,!.]? (?:here|i'?d be|i can|i'?m|this)",
-        r"\bhow (?:can|may) i (?:help|assist)", r"\bi (?:can't|cannot) (?:help|assist|provide)",
+        r"\bhow (?:can|may) i (?:help|assist)", rf"\b{_CANNOT} {_SERVE}",
+        rf"^(?:sorry|(?:my )?apologies|unfortunately)[,.!]? (?:but )?{_CANNOT}\b",
         r"^here(?:'s| is| are) (?:a|an|the|some)\b", r"\bi hope this helps", r"\bfeel free to",
-        r"\blet me know if", r"\bsmollm\b", r"\bhugging face\b", r"^(?:user|assistant|system)\b",
+        rf"\bi(?:'?m| am) (?:[\w.-]+,? )?an? (?:[\w-]+ )?{_MACHINE}",
+        rf"\b(?:created|developed|trained|made) by {_MAKERS}", r"\blet me know if",
+        r"\b(?:smollm|qwen)[\d.]*\b", r"\bhugging ?face\b", r"\balibaba cloud\b",
+        r"^(?:user|assistant|system)\b",
     )),
 )
 
@@ -32,10 +41,14 @@ def fault(text: str, special_texts: Sequence[str]) -> str | None:
         ("short", lambda: len(found) < MIN_WORDS),
         ("unreadable", lambda: _unreadable(text)),
         ("other script", lambda: _other_script(text)),
-        ("assistant talk", lambda: _ASSISTANT.search(text.lower()) is not None),
+        ("assistant talk", lambda: _ASSISTANT.search(_plain(text)) is not None),
         ("repeats itself", lambda: _repeats(found)),
     )
     return next((reason for reason, present in faults if present()), None)
+
+
+def _plain(text: str) -> str:
+    return text.lower().replace("\u2019", "'").replace("\u02bc", "'")
 
 
 def _unreadable(text: str) -> bool:
