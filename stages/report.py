@@ -15,6 +15,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from stages import pace
 from stages.display import console
 from stages.errors import UserError
 from stages.fidelity import told
@@ -100,6 +101,9 @@ def show(report: dict[str, Any], limits: Limits, output: Path) -> None:
     written = (report["stages"].get("teacher") or {}).get("metrics") or {}
     if written.get("categories"):
         screen.print(continuations(written))
+    for number, run in enumerate(written.get("runs", ()), 1):
+        screen.print(escape(f"the teacher's run {number} of {len(written['runs'])}: {pace.told(run)}, by "
+                            f"{run['ranks']} rank{'s' * (run['ranks'] > 1)}"))
     for name, fidelity in written.get("fidelity", {}).items():
         screen.print(escape(told(name, fidelity)))
     if output.is_dir():

@@ -2,6 +2,7 @@
 
 import importlib
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,10 +13,12 @@ from typing import Any, Literal, cast
 import torch
 
 from drafter.engine import Generation
+from stages import pace
 from stages.errors import UserError
-from stages.fidelity import agreement, check_fidelity, file_of, read_fidelity, told
-from stages.files import canonical_json, link_or_copy, read_json, read_jsonl, write_json, write_jsonl
+from stages.fidelity import GATE, agreement, check_fidelity, file_of, read_fidelity, told
+from stages.files import canonical_json, link_or_copy, read_json, write_json, write_jsonl
 from stages.job import Job
+from stages.prompts import Prompts, read_prompts
 from stages.ranks import VARIABLE, Ranks, claimed, ranks_asked
 from stages.training.shards import read_origin, read_tally, write_shard
 from stages.training.tally import added, report
@@ -30,8 +33,7 @@ REACHES = "servers"
 EVALUATION_SETS = ("dev", "examples", "heldout")
 LOOK_S = 1.0  # between two looks at what ranks have finished
 
-PromptRow = dict[str, Any]
-Write = Callable[[Job, Writer, Path, list[PromptRow]], None]
+Write = Callable[[Job, Writer, Path, Prompts], None]
 
 
 @dataclass(frozen=True)
@@ -46,15 +48,7 @@ class Task:
 
     name: str
     kind: Literal["fidelity", "set", "shard"]
-    rows: list[PromptRow]
-
-
-@dataclass
-class Pace:
-    """What one process has written, and in how many seconds of generating."""
-
-    tokens: int = 0
-    seconds: float = 0.0
+    rows: Prompts
 
 
 def run(job: Job) -> dict[str, object]:
@@ -63,6 +57,7 @@ def run(job: Job) -> dict[str, object]:
     A shard is the unit of batching, of resume and of what a rank takes: prompts are sorted by length and cut
     into shards in that fixed order, and each shard is one batch, so a resumed run gives the same bytes, and
     so do many ranks. Continuations that evaluation conversations come with are reproduced first, and stand.
+    The record tells the pace of each run that had a part in it: nothing else of the record depends on them.
 
     Raises:
         UserError: there is no prompt to train on, or too few of those continuations are reproduced.
@@ -72,10 +67,12 @@ def run(job: Job) -> dict[str, object]:
     for task in tasks:
         prompts[task.kind] += len(task.rows)
     job.say(f"{prompts['shard']} prompts for training, {prompts['set']} for evaluation; {_hands(job, count)}")
-    missing, pace = [task for task in tasks if not _is_finished(job, task.name)], Pace()
+    if job.config.teacher.min_fidelity and file_of(job.work, GATE).name not in {task.name for task in tasks}:
+        job.say(f"no {GATE} conversation comes with a continuation: teacher.min_fidelity stops nothing")
+    missing, turn = [task for task in tasks if not _is_finished(job, task.name)], pace.next_run(job.work)
     write = _written if count == 1 else partial(_side_by_side, count=count)
-    finished = write(job, missing, pace) if missing else iter(())
-    rows = (row for task in finished for row in task.rows)
+    finished = write(job, missing, turn) if missing else iter(())
+    rows = (number for task in finished for number in range(len(task.rows)))
     done = prompts.total() - sum(len(task.rows) for task in missing)
     for _ in job.progress(rows, prompts.total(), unit="prompt", start=done):
         pass
@@ -83,11 +80,12 @@ def run(job: Job) -> dict[str, object]:
     outputs = [task.name for task in tasks if task.kind != "fidelity"]
     for name in outputs:  # the work folder keeps its own until the record is written
         link_or_copy(job.work / name, job.out / name)
-    if pace.seconds:  # no metric: a run that was killed and resumed has the same metrics as one that was not
-        job.say(f"{pace.tokens:,} tokens in {pace.seconds:.1f} s, {pace.tokens / pace.seconds:,.0f} a second")
+    runs = pace.paces(job.work)
+    if runs:
+        job.say(f"run {len(runs)}: {pace.told(runs[-1])}")
     tallies = [read_tally(job.work / task.name) or {} for task in tasks if task.kind == "shard"]
     told_of = {"fidelity": found} if found else {}
-    return report(added(tallies)) | _origins(job) | told_of | {"shards": len(tallies)}
+    return report(added(tallies)) | _origins(job) | told_of | {"shards": len(tallies), "runs": runs}
 
 
 def tasks_of(job: Job) -> list[Task]:
@@ -96,12 +94,14 @@ def tasks_of(job: Job) -> list[Task]:
     Raises:
         UserError: there is no prompt to train on.
     """
-    sets = {name: list(read_jsonl(job.inputs["data"] / f"{name}.jsonl")) for name in EVALUATION_SETS}
-    rows = list(read_jsonl(job.inputs["data"] / "train.jsonl"))
+    paths = {name: job.inputs["data"] / f"{name}.jsonl" for name in (*EVALUATION_SETS, "train")}
+    rows = read_prompts(paths.pop("train"))
     if not rows:
         raise UserError("the data stage left no training prompt; look at its counts in data_manifest.json")
-    shards = cut(rows, job.config.teacher.shard_rows)
-    given = {name: [row for row in some if row.get("continuation")] for name, some in sets.items()}
+    shards = rows.cut(job.config.teacher.shard_rows)
+    sets = {name: read_prompts(path) for name, path in paths.items()}
+    given = {name: read_prompts(path, lambda row: bool(row.get("continuation")))
+             for name, path in paths.items()}
     return [
         *(Task(file_of(job.work, name).name, "fidelity", some) for name, some in given.items() if some),
         *(Task(f"{name}.jsonl", "set", some) for name, some in sets.items()),
@@ -116,13 +116,13 @@ def _hands(job: Job, count: int) -> str:
     return f"{count} rank{'s' * (count > 1)}{more}"
 
 
-def _side_by_side(job: Job, missing: list[Task], pace: Pace, count: int) -> Iterator[Task]:
+def _side_by_side(job: Job, missing: list[Task], turn: int, count: int) -> Iterator[Task]:
     """Have ranks do what is missing, and yield each task when it is finished.
 
     Raises:
         Exception: of a rank that died, where none was left to do its part.
     """
-    with Ranks(job, count, _rank) as ranks:
+    with Ranks(job, count, partial(_rank, tasks=missing, turn=turn)) as ranks:
         alive = True
         while alive:
             alive = ranks.alive(LOOK_S)
@@ -131,22 +131,17 @@ def _side_by_side(job: Job, missing: list[Task], pace: Pace, count: int) -> Iter
             missing = [task for task in missing if task.name not in names]
     if missing:
         raise next(iter(ranks.faults.values()))
-    pace.tokens = sum(one.tokens for one in ranks.answers.values())
-    pace.seconds = max((one.seconds for one in ranks.answers.values()), default=0)
 
 
-def _rank(job: Job) -> Pace:
-    """Do one rank's part; return what it has written."""
-    pace = Pace()
-    for _ in _written(job, tasks_of(job), pace):
-        pass
-    return pace
+def _rank(job: Job, tasks: list[Task], turn: int) -> int:
+    """Do one rank's part; return how many tasks fell to it."""
+    return sum(1 for _ in _written(job, tasks, turn))
 
 
-def _written(job: Job, tasks: list[Task], pace: Pace) -> Iterator[Task]:
+def _written(job: Job, tasks: list[Task], turn: int) -> Iterator[Task]:
     """Do the tasks that fall to this process, and yield each when it is finished."""
     engine = open_engine(job)
-    write: dict[str, Write] = {"fidelity": _fidelity, "set": _evaluation, "shard": partial(_shard, pace=pace)}
+    write: dict[str, Write] = {"fidelity": _fidelity, "set": _evaluation, "shard": partial(_shard, turn=turn)}
     for kinds in (("fidelity",), ("set", "shard")):
         named = {task.name: task for task in tasks if task.kind in kinds}
         for name in claimed(job.work / "claims", list(named), partial(_is_finished, job)):
@@ -180,54 +175,49 @@ def _origins(job: Job) -> dict[str, object]:
     return {"rederivable": False, "servers": [found[text] for text in sorted(found)]} if found else {}
 
 
-def cut(rows: list[PromptRow], size: int) -> list[list[PromptRow]]:
-    """Cut rows into shards of prompts of like length, so that a batch pads little."""
-    ordered = sorted(rows, key=lambda row: (len(row["prompt"]), row["id"]))
-    return [ordered[first : first + size] for first in range(0, len(ordered), size)]
-
-
-def _shard(job: Job, engine: Writer, path: Path, rows: list[PromptRow], pace: Pace) -> None:
+def _shard(job: Job, engine: Writer, path: Path, rows: Prompts, turn: int) -> None:
     """Make one shard: it gets its name when it is whole."""
-    prompts, unfinished = [row["prompt"] for row in rows], path.with_suffix(".partial")
+    read = [(row["prompt"], row["category"]) for row in rows]
+    prompts, categories = [prompt for prompt, _ in read], [category for _, category in read]
+    unfinished = path.with_suffix(".partial")
     began = time.monotonic()
     generated = engine.generate(prompts, _generation(job))
     seconds, tokens = time.monotonic() - began, sum(len(one.tokens) for one in generated)
-    write_shard(unfinished, prompts, generated, [row["category"] for row in rows], engine.origin())
+    write_shard(unfinished, prompts, generated, categories, engine.origin())
+    pace.note(job.work, turn, path.name, tokens, seconds)
     unfinished.rename(path)
-    pace.tokens, pace.seconds = pace.tokens + tokens, pace.seconds + seconds
     job.event("shard", file=path.name, rows=len(rows), tokens=tokens, seconds=round(seconds, 3))
 
 
-def _fidelity(job: Job, engine: Writer, path: Path, rows: list[PromptRow]) -> None:
+def _fidelity(job: Job, engine: Writer, path: Path, rows: Prompts) -> None:
     """Write the continuations of rows that have one anew, and how much of them that reproduces."""
     written, _ = _continued(job, engine, rows)
-    given, again = zip(*((row["continuation"], written[row["id"]]) for row in rows), strict=True)
+    given, again = zip(*((row["continuation"], written[row["id"]].tolist()) for row in rows), strict=True)
     found = agreement(given, again, job.config.teacher.max_tokens)
     write_json(path, found)
     job.say(told(path.stem.removeprefix("fidelity-"), found))
 
 
-def _evaluation(job: Job, engine: Writer, path: Path, rows: list[PromptRow]) -> None:
+def _evaluation(job: Job, engine: Writer, path: Path, rows: Prompts) -> None:
     """Write a set: continuations that came with it stand, the others are the teacher's."""
-    written, origin = _continued(job, engine, [row for row in rows if not row.get("continuation")])
-    done = [row | {"continuation": row.get("continuation") or written[row["id"]]} for row in rows]
-    done = [row for row in done if row["continuation"]]
-    if rows and not done:
+    open_ended = read_prompts(rows.path, lambda row: not row.get("continuation"))
+    written, origin = _continued(job, engine, open_ended)
+    if len(rows) == len(open_ended) and rows and not any(written.values()):
         raise UserError(f"{path.name}: no conversation has a continuation")
-    done.sort(key=lambda row: str(row["id"]))
     if origin:
         write_json(job.work / f"origin-{path.stem}.json", origin)
-    write_jsonl(path, done)
+    write_jsonl(path, (row | {"continuation": row.get("continuation") or written[row["id"]].tolist()}
+                       for row in rows.by_id() if row.get("continuation") or written[row["id"]]))
 
 
 def _continued(job: Job, engine: Writer,
-               rows: list[PromptRow]) -> tuple[dict[str, list[int]], list[dict[str, Any]]]:
+               rows: Prompts) -> tuple[dict[str, "array[int]"], list[dict[str, Any]]]:
     """Return the teacher's continuation of each row, by id, and who wrote them (see Writer.origin)."""
-    found: dict[str, list[int]] = {}
+    found: dict[str, array[int]] = {}
     origin: list[dict[str, Any]] = []
-    for batch in cut(rows, job.config.teacher.shard_rows):
+    for batch in rows.cut(job.config.teacher.shard_rows):
         generated = engine.generate([row["prompt"] for row in batch], _generation(job))
-        found |= {row["id"]: one.tokens for row, one in zip(batch, generated, strict=True)}
+        found |= {row["id"]: array("i", one.tokens) for row, one in zip(batch, generated, strict=True)}
         origin += [one for one in engine.origin() if one not in origin]
     return found, origin
 

@@ -54,7 +54,10 @@ def built(tmp_path):
     (output / "model.safetensors").write_bytes(b"1234")
     loop, plain = Generated([1, 2, 3] * 10, ended="stop"), Generated(list(range(1_200)))
     fidelity = {"conversations": 96, "whole": 81, "whole_share": 0.8438, "prefix_share": 0.913}
-    written = tally_report(tally(["math", "stem"], [loop, plain])) | {"fidelity": {"dev": fidelity}}
+    runs = [{"ranks": 4, "tokens": 1_000, "seconds": 2.0, "tokens_per_second": 500},
+            {"ranks": 1, "tokens": 230, "seconds": 1.0, "tokens_per_second": 230}]
+    written = tally_report(tally(["math", "stem"], [loop, plain])) | {
+        "fidelity": {"dev": fidelity}, "runs": runs}
     for stage, seconds, metrics in (("data", 3.25, {}), ("teacher", 0.25, written),
                                     ("distill", 1200.5, {"tau_dev_before": 1.0131})):
         definition = {"stage": stage, "config": {}, "seed": 0, "device": "cpu", "code": {}, "inputs": {},
@@ -93,6 +96,8 @@ def test_shows_what_the_teacher_wrote_and_how_true_it_is(built, capsys):
     said = " ".join(text.split())
     assert "fidelity on dev: 91.3% of a given continuation's tokens" in said
     assert "81 reproduced whole" in said
+    assert "the teacher's run 1 of 2: 1,000 tokens in 2.0 s, 500 a second, by 4 ranks" in said
+    assert "the teacher's run 2 of 2: 230 tokens in 1.0 s, 230 a second, by 1 rank" in said
 
 
 def test_json_holds_the_same(built, capsys):

@@ -109,9 +109,13 @@ def test_after_three_kills_the_outputs_are_byte_for_byte_the_same(
 
 def test_no_whole_shard_is_made_twice(undisturbed: Mill, trials: dict[str, Future]) -> None:
     trial = trials["teacher"].result()
-    made = [event["file"] for event in _last_start(trial.mill, "teacher") if event["event"] == "shard"]
+    last = [event for event in _last_start(trial.mill, "teacher") if event["event"] == "shard"]
+    made = [event["file"] for event in last]
     shards = {name for name in undisturbed.files("teacher") if name.startswith("train-")}
     assert sorted(made) == sorted(shards - set(trial.whole)), trial.story
+    runs = trial.mill.told("teacher")["runs"]
+    assert runs[-1]["tokens"] == sum(event["tokens"] for event in last), trial.story
+    assert sum(run["tokens"] for run in runs) == undisturbed.metrics("teacher")["tokens"], trial.story
 
 
 @pytest.mark.parametrize("stage", STEPS)

@@ -1,15 +1,20 @@
 """The teacher's shards and sets: the target's greedy text as transformers writes it, in a fixed order."""
 
+import tracemalloc
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from mill import STOP, Mill, finished, target_model
 from safetensors.torch import load_file
+from trainers import make_job
 
 from stages.errors import UserError
-from stages.files import read_jsonl
+from stages.files import read_jsonl, write_jsonl
+from stages.teacher import EVALUATION_SETS, tasks_of
 from stages.training.rows import Row, read_rows
 from stages.training.shards import read_tally
 
@@ -87,6 +92,9 @@ def test_the_report_tells_categories_lengths_probabilities_and_speed(
         mill: Mill, rows: list[Row], prompts: list[dict]) -> None:
     metrics = mill.metrics("teacher")
     assert any(event.get("text", "").endswith(" a second") for event in mill.events("teacher"))
+    (run,) = mill.told("teacher")["runs"]
+    assert (run["ranks"], run["tokens"]) == (1, metrics["tokens"])
+    assert run["tokens_per_second"] == pytest.approx(run["tokens"] / run["seconds"], rel=0.2)
     assert sum(metrics["lengths"].values()) == len(rows)
     assert {name: part["rows"] for name, part in metrics["categories"].items()} == Counter(
         row["category"] for row in prompts
@@ -107,6 +115,32 @@ def test_rows_stand_by_length_and_id_in_shards_of_one_size(
         positions = len(tensors["continuation_ids"])
         assert tensors["topk_ids"].shape == tensors["topk_logprobs"].shape == (positions, TOP_K)
         assert tensors["topk_logprobs"].dtype == torch.float16
+
+
+def test_prompts_stay_in_their_file_until_their_shard_is_due(tmp_path: Path) -> None:
+    rows = [{"id": f"s/{number}", "category": "math", "prompt": [*range(number, number + 300 - number % 7)]}
+            for number in range(1000)]
+    for name in EVALUATION_SETS:
+        write_jsonl(tmp_path / f"{name}.jsonl", [])
+    write_jsonl(tmp_path / "train.jsonl", rows)
+    job = replace(make_job(tmp_path), inputs={"data": tmp_path},
+                  config=SimpleNamespace(teacher=SimpleNamespace(shard_rows=64)))
+    tracemalloc.start()
+    tasks = [task for task in tasks_of(job) if task.kind == "shard"]
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 500 * len(rows)  # their ids alone, as a list of integers, take ten times that
+    ordered = sorted(rows, key=lambda row: (len(row["prompt"]), row["id"]))
+    assert [row for task in tasks for row in task.rows] == ordered
+    assert [len(task.rows) for task in tasks] == [64] * 15 + [40]
+
+
+def test_a_threshold_without_continuations_to_reproduce_is_told(mill: Mill, tmp_path: Path) -> None:
+    copy = mill.copy(tmp_path / "copy")
+    copy.replace("profiles/toy.toml", "stop_on_repeat = 4", "stop_on_repeat = 4\nmin_fidelity = 0.5")
+    said = copy.run("teacher", "--with-upstream")
+    assert "no dev conversation comes with a continuation: teacher.min_fidelity stops nothing" in said
+    assert "stops nothing" not in "".join(str(event) for event in mill.events("teacher"))
 
 
 @pytest.mark.parametrize("name", ["dev", "examples", "heldout"])
