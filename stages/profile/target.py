@@ -43,8 +43,8 @@ class Teacher(Section):
     """The target's greedy continuations with its top-k logprobs.
 
     Dev conversations that come with continuations stop the run, before any training prompt is continued, if
-    less than `min_fidelity` of them is reproduced (see stages/fidelity.py); 0 never does. Where none does, the
-    run says so. How much of the 40 examples is reproduced is reported alone: nothing is decided on them.
+    less than `min_fidelity` of them is reproduced (see stages/fidelity.py); 0 never does. Where none of them
+    has one, the run says so. Of the 40 examples it is only reported: nothing is ever decided on them.
 
     `engine` names a module of stages/writers/: "own" runs the target here, "openai" asks [servers].
     """
