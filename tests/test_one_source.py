@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from mill import Mill
 
+from stages.wrapper.record import definition_of
+
 TALKS = """[[data.sources]]
 id = "talks"
 kind = "package"
@@ -101,5 +103,8 @@ def test_a_source_that_is_added_fetches_itself_alone(copy: Mill) -> None:
     subjects = {one["name"] for one in copy.record("fetch")["subject"]}
     assert {"other/small.yml", "toy/toy.gguf"} <= subjects
     assert copy.metrics("fetch")["brought_bytes"] == 0
+    for stage, others in (("fetch", {"lock/serve.txt"}), ("data", set())):
+        read = {name for name in definition_of(copy.record(stage))["files"] if name.startswith("lock/")}
+        assert read == {"lock/sources.toml#toy", "lock/sources.toml#other"} | others
     assert copy.metrics("data")["sources"]["invented"]["batches_sampled"] == 0
     assert len(rows_of(copy, "talks")) == 1
