@@ -9,70 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from drafter import logs
+from drafter.limits import DEVICE, Fault, Limits
 from drafter.metrics import Metrics
 
 DraftBatch = Callable[[list[list[int]], int], list[list[int]]]
 PROBE = [0]  # a request that a sound engine can always draft for
-MEMORY, DEVICE, EXCEPTION = "out_of_memory", "device", "exception"
 
 
 class BusyError(Exception):
     """As many requests as may be are in flight already."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """How much at once, and how long.
-
-    Attributes:
-        draft_tokens: ids a draft has.
-        max_batch: requests of one step.
-        max_waiting: requests in flight; one more is refused. Eight times what the contract sends at once, so
-            no client that keeps it is ever refused, and few enough that the last is drafted in time.
-        linger_s: a step waits at least this long for one more request, anew after each that comes ...
-        linger_share: ... or this share of the last step's time, where that is longer ...
-        linger_times: ... but no more often than this.
-        stall_s: a step that takes longer will not come back.
-        probe_s: how often a broken engine is tried, while its requests wait.
-        broken_s: an engine that fails for this long ...
-        broken_rounds: ... and this often in a row is given up; one whose device is lost, at once.
-        barren: so many requests in a row without a draft end it, too, though it can draft the probe.
-    """
-
-    draft_tokens: int = 16
-    max_batch: int = 32
-    max_waiting: int = 256
-    linger_s: float = 0.002
-    linger_share: float = 0.04
-    linger_times: int = 5
-    stall_s: float = 60.0
-    probe_s: float = 1.0
-    broken_s: float = 3.0
-    broken_rounds: int = 5
-    barren: int = 64
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Why a step failed: MEMORY, DEVICE or EXCEPTION, and in which words.
-
-    Not the exception itself: its traceback would keep the failed step's tensors in memory while parts of it
-    are tried again.
-    """
-
-    kind: str
-    error: str
-
-    @classmethod
-    def of(cls, error: BaseException) -> "Fault":
-        """Sort an exception of the engine. A device that reports an error may be lost for this process."""
-        words = f"{type(error).__name__}: {error}".lower()
-        kind = EXCEPTION
-        if any(sign in words for sign in ("memoryerror", "out of memory", "allocate memory")):
-            kind = MEMORY
-        elif any(sign in words for sign in ("acceleratorerror", "cuda error", "[cuda]")):
-            kind = DEVICE
-        return cls(kind, logs.described(error))
 
 
 @dataclass(eq=False)
@@ -99,13 +44,16 @@ class Batcher:
         draft: `Engine.draft`: (requests, count) -> a draft for each.
         limits: see Limits.
         metrics: what is counted.
+        unread: how many of a request's tokens a step would have to read; the rest was read before.
     """
 
-    def __init__(self, draft: DraftBatch, limits: Limits, metrics: Metrics) -> None:
+    def __init__(self, draft: DraftBatch, limits: Limits, metrics: Metrics,
+                 unread: Callable[[list[int]], int] = len) -> None:
         self.limits = limits
         self.metrics = metrics
         self.given_up = asyncio.Event()
         self._draft = draft
+        self._unread = unread
         self._queue: deque[_Pending] = deque()
         self._came = asyncio.Event()
         self._waiting: set[_Pending] = set()  # the queue's and those in a step
@@ -208,13 +156,32 @@ class Batcher:
             seen = len(self._queue)
             if seen >= self.limits.max_batch:
                 break
-            await asyncio.sleep(max(self.limits.linger_s, self.limits.linger_share * self._last_step_s))
+            share_s = min(self.limits.linger_share * self._last_step_s, self.limits.linger_most_s)
+            await asyncio.sleep(max(self.limits.linger_s, share_s))
             if len(self._queue) <= seen:
                 break
-        batch = [self._queue.popleft() for _ in range(min(len(self._queue), self.limits.max_batch))]
+        batch = self._taken()
         if not self._queue:
             self._came.clear()
-        return [pending for pending in batch if not pending.draft.done()]
+        return batch
+
+    def _taken(self) -> list[_Pending]:
+        """Take the first that waits, and of those behind it all that there is room for."""
+        batch: list[_Pending] = []
+        passed: list[_Pending] = []
+        room = self.limits.new_tokens
+        while self._queue and len(batch) < self.limits.max_batch:
+            pending = self._queue.popleft()
+            if pending.draft.done():
+                continue
+            size = self._unread(pending.tokens) if self.limits.new_tokens else 0
+            if batch and size > room:
+                passed.append(pending)
+            else:
+                batch.append(pending)
+                room -= size
+        self._queue.extendleft(reversed(passed))
+        return batch
 
     async def _answer(self, batch: list[_Pending]) -> None:
         now = time.monotonic()

@@ -9,7 +9,8 @@ import weakref
 import pytest
 
 from drafter import logs
-from drafter.batcher import PROBE, Batcher, BusyError, Limits
+from drafter.batcher import PROBE, Batcher, BusyError
+from drafter.limits import Limits
 from drafter.metrics import Metrics
 
 QUICK = Limits(draft_tokens=4, max_batch=8, probe_s=0.02, broken_s=0.2, broken_rounds=3)
@@ -85,6 +86,74 @@ def test_requests_that_come_together_share_the_first_step():
         assert [len(batch) for batch in model.batches] == [6]
         assert count_of(batcher.metrics, "drafter_batch_rows_count") == 1
         assert count_of(batcher.metrics, "drafter_queue_seconds_count") == 6
+
+    trial(scenario)
+
+
+def test_the_time_of_each_step_is_counted():
+    def slow(model, requests):
+        time.sleep(0.05)
+
+    async def scenario(model, batcher):
+        await batcher.submit([1], 10)
+        await batcher.submit([2], 10)
+        assert count_of(batcher.metrics, "drafter_draft_seconds_count") == 2
+        assert 0.1 <= count_of(batcher.metrics, "drafter_draft_seconds_sum") < 5
+
+    trial(scenario, slow)
+
+
+def batches_of(requests, limits, unread=len):
+    """Which batches are made of requests that come while a step runs."""
+    found = []
+
+    async def run():
+        model = Model()
+        batcher = Batcher(model.draft, limits, Metrics(), unread)
+        batcher.start()
+        model.gate.clear()
+        first = asyncio.create_task(batcher.submit([0], 10))
+        await until(lambda: model.batches)
+        rest = [asyncio.create_task(batcher.submit(request, 10)) for request in requests]
+        await asyncio.sleep(0)
+        model.gate.set()
+        assert await asyncio.gather(first, *rest) == [expected(request) for request in ([0], *requests)]
+        found.extend(model.batches[1:])
+        batcher.stop()
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+    return found
+
+
+def test_long_prompts_take_turns_and_short_ones_do_not_wait_behind_them():
+    longest, second, third = [1] * 90, [2] * 80, [3] * 30
+    short = [[row] * 3 for row in range(4, 8)]
+    requests = [longest, short[0], second, short[1], third, *short[2:]]
+    limits = Limits(draft_tokens=4, max_batch=8, new_tokens=100)
+    turns = [[longest, *short[:3]], [second, short[3]], [third]]
+    assert batches_of(requests, limits) == turns
+    assert batches_of([[1] * 500, *short], limits) == [[[1] * 500], short]  # a step has one request at least
+    assert batches_of(requests, Limits(draft_tokens=4, max_batch=8)) == [requests]
+
+
+def test_what_was_read_before_is_no_reason_to_take_turns():
+    talks = [[row] * 200 for row in range(32)]
+    limits = Limits(draft_tokens=4, new_tokens=32 * 17)
+    assert batches_of(talks, limits, unread=lambda request: 17) == [talks]
+
+
+def test_the_wait_for_one_more_request_is_short_however_long_the_last_step_was(monkeypatch):
+    pauses, sleep = [], asyncio.sleep
+
+    async def noted(seconds):
+        pauses.append(seconds)
+        await sleep(0)
+
+    async def scenario(model, batcher):
+        batcher._last_step_s = 100.0
+        monkeypatch.setattr(asyncio, "sleep", noted)
+        await batcher.submit([1], 10)
+        assert pauses == [0.05]
 
     trial(scenario)
 
