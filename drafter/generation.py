@@ -33,7 +33,7 @@ class Generator:
     def __init__(self, inference: Inference, token_limit: int, static: bool) -> None:
         self.inference, self.token_limit = inference, token_limit
         self.decoder, self.device, self.static = inference.decoder, inference.device, static
-        self.graphs = Graphs(self.device)
+        self.graphs = Graphs(self.device, frugal=True)
         self.memory_share = MEMORY_SHARE
         self.kept: tuple[object, Rows] | None = None
 
@@ -88,7 +88,7 @@ class Generator:
 
     def _drop(self) -> None:
         self.kept = None
-        self.graphs = Graphs(self.device, self.graphs.enabled)
+        self.graphs = Graphs(self.device, self.graphs.enabled, frugal=True)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

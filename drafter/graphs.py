@@ -15,10 +15,15 @@ class Graphs:
     """Runs steps by key: from a graph on a GPU, eagerly on a CPU or once a capture has failed.
 
     A step must read and write tensors that stay in place, and must not look at their values.
+
+    Args:
+        device: where steps run.
+        enabled: whether to capture them, if that is a GPU.
+        frugal: whether the caller can do with less memory: a capture that finds none raises OutOfMemoryError.
     """
 
-    def __init__(self, device: torch.device, enabled: bool = True) -> None:
-        self.enabled = enabled and device.type == "cuda"
+    def __init__(self, device: torch.device, enabled: bool = True, frugal: bool = False) -> None:
+        self.enabled, self.frugal = enabled and device.type == "cuda", frugal
         self.captured: dict[Hashable, torch.cuda.CUDAGraph] = {}
         if self.enabled:
             self.pool = torch.cuda.graph_pool_handle()
@@ -54,10 +59,10 @@ class Graphs:
                     graph.capture_end()
             torch.cuda.synchronize()
             self.captured[key] = graph
-        except torch.cuda.OutOfMemoryError:
-            raise
         except RuntimeError as error:
-            self.disable(logs.described(error))
+            if self.frugal and isinstance(error, torch.cuda.OutOfMemoryError):
+                raise
+            self.disable(logs.described(error))  # the step itself was done already
         finally:
             if collecting:
                 gc.enable()
