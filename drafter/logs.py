@@ -3,8 +3,11 @@
 import faulthandler
 import json
 import logging
+import os
+import stat
 import sys
 import time
+from contextlib import suppress
 from typing import Any
 
 LOGGER = logging.getLogger("drafter")
@@ -29,11 +32,31 @@ class _JsonLines(logging.Formatter):
 
 def configure(level: str) -> None:
     """Send events from `level` on, other libraries' warnings, and the trace of a crash to stderr."""
+    unblock()
     faulthandler.enable(STDERR)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonLines())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     LOGGER.setLevel(level.upper())
+
+
+def unblock() -> None:
+    """Let no writer wait for stderr: what a full pipe cannot take, as nobody reads it, is lost.
+
+    The pipe is opened once more, since whoever started this process shares the way in which it is open now.
+    A file never makes one wait, and must not be opened again: two would write over each other.
+    """
+    with suppress(OSError):  # a socket cannot be opened; one to a journal is read
+        if not stat.S_ISREG(os.fstat(STDERR).st_mode):
+            own = os.open(f"/proc/self/fd/{STDERR}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+            os.dup2(own, STDERR)
+            os.close(own)
+
+
+def tell(sentence: str) -> None:
+    """Tell the user; nothing ends because nobody reads it."""
+    with suppress(OSError):
+        print(sentence, file=sys.stderr, flush=True)
 
 
 def event(level: int, name: str, **fields: object) -> None:

@@ -2,14 +2,18 @@
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+
+from drafter import logs
 
 WEIGHTS = "model.safetensors"
 SERVING = "serving.json"
 SUMS = "SHA256SUMS"
 DTYPES = ("float32", "bfloat16")
+PLAIN = "DRAFTER_PLAIN"  # set by the supervisor for a server that is to do without kernels and graphs
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,9 @@ class Sums:
             ValueError: a file is missing or its bytes are not those that were packed.
         """
         listed = _listed(folder / SUMS)
+        if listed is None:
+            logs.event(logging.WARNING, "files are not checked",
+                       reason=f"{folder / SUMS} is missing: only tensors have sums of their own")
         digests = {name: _sha256(folder / name) for name in (WEIGHTS, SERVING)}
         for name, digest in digests.items():
             if listed is not None and listed.get(name) != digest:
