@@ -22,6 +22,7 @@ BODY_S = 30.0
 KEEP_ALIVE_S = 180  # longer than any client's pause: a connection closed under a request looks like a loss
 DRAINED_BYTES = 64 << 20  # a body this long is read to its end before 413, so that its sender sees the answer
 RETRY_S = 1
+READ = ("GET", "HEAD")
 
 REFUSALS: dict[type[Exception], str] = {
     BadRequestError: "refused", BusyError: "busy", TimeoutError: "late_body",
@@ -75,12 +76,12 @@ class Service:
             return await self.draft(request)
 
         app.add_route(draft, "/draft", methods=["POST"], stream=True)
-        app.add_route(self.ready, "/health", methods=["GET"], name="health")
-        app.add_route(self.ready, "/health/ready", methods=["GET"])
-        app.add_route(self.live, "/health/live", methods=["GET"])
-        app.add_route(self.metrics_text, "/metrics", methods=["GET"])
-        app.add_route(self.version, "/version", methods=["GET"])
-        app.add_route(self.openapi, "/openapi.json", methods=["GET"])
+        app.add_route(self.ready, "/health", methods=READ, name="health")
+        app.add_route(self.ready, "/health/ready", methods=READ)
+        app.add_route(self.live, "/health/live", methods=READ)
+        app.add_route(self.metrics_text, "/metrics", methods=READ)
+        app.add_route(self.version, "/version", methods=READ)
+        app.add_route(self.openapi, "/openapi.json", methods=READ)
         app.error_handler.add(Exception, self.refuse)
         app.register_middleware(self.last_answer, "response")
         return app

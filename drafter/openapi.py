@@ -16,6 +16,14 @@ def document(settings: Settings, vocab_size: int, max_waiting: int, body_s: floa
         max_waiting: requests in flight before more are refused with 429.
         body_s: seconds that a body may take to arrive.
     """
+    read = {
+        "/health": _health("health", "200 while the next request can expect a draft.", "ready"),
+        "/health/ready": _health("ready", "The same as /health.", "ready"),
+        "/health/live": _health("live", "200 while the batcher's task runs.", "live"),
+        "/metrics": _metrics(),
+        "/version": _version(),
+        "/openapi.json": _itself(),
+    }
     return {
         "openapi": "3.1.0",
         "info": {
@@ -25,12 +33,7 @@ def document(settings: Settings, vocab_size: int, max_waiting: int, body_s: floa
         },
         "paths": {
             "/draft": {"post": _draft(settings, vocab_size, max_waiting, body_s)},
-            "/health": {"get": _health("health", "200 while the next request can expect a draft.", "ready")},
-            "/health/ready": {"get": _health("ready", "The same as /health.", "ready")},
-            "/health/live": {"get": _health("live", "200 while the batcher's task runs.", "live")},
-            "/metrics": {"get": _metrics()},
-            "/version": {"get": _version()},
-            "/openapi.json": {"get": _itself()},
+            **{path: {"get": get, "head": _without_content(get)} for path, get in read.items()},
         },
         "components": {"schemas": {"Error": _object({"error": {"type": "string", "minLength": 1}})}},
     }
@@ -103,6 +106,11 @@ def _itself() -> Fields:
         "operationId": "openapi",
         "responses": {"200": _answer("This document.", {"type": "object", "required": ["openapi", "paths"]})},
     }
+
+
+def _without_content(get: Fields) -> Fields:
+    responses = {status: {"description": one["description"]} for status, one in get["responses"].items()}
+    return get | {"operationId": f"{get['operationId']}_head", "responses": responses}
 
 
 def _ids(count: int) -> Fields:

@@ -17,14 +17,16 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from drafter import logs
+from drafter import connections, logs
 from drafter.app import Service
-from drafter.batcher import Batcher, Limits
+from drafter.batcher import Batcher
+from drafter.connections import Connection
+from drafter.limits import Limits
 from drafter.listener import bind, no_listener
 from drafter.metrics import Metrics
 from drafter.settings import WEIGHTS, Address, Settings, Sums, require
@@ -33,13 +35,14 @@ if TYPE_CHECKING:
     from drafter.engine import Engine
 
 TOLD = (signal.SIGTERM, signal.SIGINT)
-BACKLOG = 1024
 GRACE_S = 7.0  # for the answers that are under way when the server is told to stop
 LAST_WORDS_S = 0.5
 ARRIVAL_S = 0.05  # for requests that are on their way in when it is told
-DEAF_S = 60.0  # an event loop that stands still for so long answers nobody any more: the process ends
+START_S = 240.0  # a server that is not up by then never will be; who waits 300 s for one can have the next
+DEAF_S = 25.0  # an event loop that stands still for so long answers nobody any more: the process ends
 STALL_S = 60.0  # a GPU needs no second for a step ...
-PLAIN_STALL_S = 200.0  # ... but a CPU may have 32 long prompts to read
+PLAIN_STALL_S = 200.0  # ... but plain torch may have a long prompt to read
+PLAIN_NEW_TOKENS = 8_192  # and reads only so many in one step: 256 for each of 32 conversations that begin
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     arguments = parser.parse_args(argv)
     logs.configure(arguments.log_level)
+    faulthandler.dump_traceback_later(START_S, exit=True, file=logs.STDERR)
     for number in TOLD:  # until the loop takes over
         signal.signal(number, _leave)
     try:
@@ -73,11 +77,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         loading.warm_up(engine, settings)
         return asyncio.run(serve(engine, settings, address, sums, listener))
     except (ValueError, OSError, ImportError) as error:
-        print(f"drafter: {error}", file=sys.stderr)
+        logs.tell(f"drafter: {error}")
         return 2
     except Exception as error:
         logs.event(logging.CRITICAL, "start failed", error=logs.described(error))
         return 1
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _leave(_number: int, _frame: object) -> NoReturn:
@@ -94,11 +100,12 @@ async def serve(engine: "Engine", settings: Settings, address: Address, sums: Su
     stop = asyncio.Event()
     for number in TOLD:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    stall_s = PLAIN_STALL_S if engine.mode == "plain" else STALL_S
-    limits = Limits(draft_tokens=settings.draft_tokens, max_batch=settings.max_batch, stall_s=stall_s)
+    stall_s, new_tokens = (PLAIN_STALL_S, PLAIN_NEW_TOKENS) if engine.mode == "plain" else (STALL_S, 0)
+    limits = Limits(draft_tokens=settings.draft_tokens, max_batch=settings.max_batch, stall_s=stall_s,
+                    new_tokens=new_tokens)
     metrics = Metrics()
     metrics.watch(engine)
-    batcher = Batcher(engine.draft, limits, metrics)
+    batcher = Batcher(engine.draft, limits, metrics, unread=_unread(engine))
     service = Service(settings, address, sums, engine.decoder.config.vocab_size, batcher)
     batcher.start()
     server = await _listen(service, address, listener)
@@ -115,9 +122,22 @@ async def serve(engine: "Engine", settings: Settings, address: Address, sums: Su
     await _go_down(service, server, LAST_WORDS_S if code else GRACE_S)
     heart.cancel()
     logs.event(logging.INFO, "stopped", code=code)
-    if batcher.busy or code:
-        _exit_now(code)  # a step that hangs in the device would hold up an orderly exit for ever
+    if batcher.busy or server.connections or code:
+        # A step that hangs in the device would hold up an orderly exit for ever; so would a half-sent body.
+        _exit_now(code)
     return code
+
+
+def _unread(engine: "Engine") -> Callable[[list[int]], int]:
+    """Return what says how many tokens of a request are in no slot; to be asked between steps only."""
+    from drafter.slots import common_prefix  # noqa: PLC0415 - torch was imported with the engine
+
+    def unread(request: list[int]) -> int:
+        fitted = engine._fitted(request)
+        slots = engine.slots.tokens if engine.slots is not None else []
+        return len(fitted) - max((common_prefix(fitted, tokens) for tokens in slots), default=0)
+
+    return unread
 
 
 async def _beat() -> None:
@@ -144,8 +164,10 @@ async def _go_down(service: Service, server: Any, grace_s: float) -> None:
 
 async def _listen(service: Service, address: Address, listener: socket.socket) -> Any:
     try:
-        server: Any = await service.app().create_server(
-            sock=listener, backlog=BACKLOG, return_asyncio_server=True,
+        app = service.app()
+        app.config.MOST_CONNECTIONS = connections.bound()
+        server: Any = await app.create_server(
+            sock=listener, backlog=connections.BACKLOG, return_asyncio_server=True, protocol=Connection,
             asyncio_server_kwargs={"start_serving": False},  # no request may come before the routes are ready
         )
         await server.startup()

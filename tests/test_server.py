@@ -15,16 +15,18 @@ from serving import (
     SERVING,
     TOKEN_LIMIT,
     failed,
+    figures,
     free_port,
     running,
     write_model,
     write_sums,
 )
 
-from drafter import app, listener, loading, server, weights
+from drafter import app, connections, listener, loading, logs, server, supervisor, weights
 from drafter.app import Service
-from drafter.batcher import Batcher, Limits
+from drafter.batcher import Batcher
 from drafter.engine import Engine
+from drafter.limits import Limits
 from drafter.metrics import Metrics
 from drafter.model import build
 from drafter.settings import Address, Settings, Sums
@@ -358,14 +360,98 @@ def test_a_broken_engine_answers_turns_unready_and_ends_the_process(folder, tmp_
         assert "a fault for the test" in broken.log.read_text()
 
 
-def test_the_keep_alive_is_ours_and_outlasts_every_pause_below_two_minutes(folder):
-    settings, sums = Settings.read(folder), Sums.check(folder)
-    batcher = Batcher(lambda requests, count: [], Limits(), Metrics())
+def test_the_limits_are_these_and_each_leaves_room_for_the_next(folder):
+    settings, sums, limits = Settings.read(folder), Sums.check(folder), Limits()
+    batcher = Batcher(lambda requests, count: [], limits, Metrics())
     made = Service(settings, Address("", 0, ""), sums, VOCAB, batcher).app()
     made.unregister_app(made)
     config = made.config
-    assert config.KEEP_ALIVE_TIMEOUT == app.KEEP_ALIVE_S > 120
-    assert config.RESPONSE_TIMEOUT > app.ANSWER_S > app.BODY_S
+    assert (app.BODY_S, app.ANSWER_S, config.REQUEST_TIMEOUT, config.RESPONSE_TIMEOUT) == (30, 50, 60, 75)
+    assert (app.KEEP_ALIVE_S, config.KEEP_ALIVE_TIMEOUT) == (180, 180)  # more than two minutes
+    assert (limits.max_batch, limits.max_waiting, connections.BACKLOG) == (32, 256, 256)
+    assert connections.OTHER_FILES > 2 * connections.BACKLOG
+    # Who gives up after 60 s has an answer by then, or an end of the connection and time to ask again.
+    assert server.DEAF_S <= app.ANSWER_S / 2
+    assert app.ANSWER_S < server.STALL_S < server.PLAIN_STALL_S < server.START_S < supervisor.STEADY_S
+    assert server.STALL_S == 60 and server.START_S + 60 <= 300
+    down_s = 2 * server.ARRIVAL_S + server.GRACE_S + server.LAST_WORDS_S
+    assert down_s + 1 < supervisor.STOP_S < 10
+
+
+def test_head_is_answered_as_get_is_without_content(served, client):
+    for path in ("/health", "/health/live", "/health/ready", "/metrics", "/version", "/openapi.json"):
+        head = client.head(path)
+        assert (head.status_code, head.content) == (200, b"")
+        assert head.headers["content-type"] == client.get(path).headers["content-type"]
+    assert client.head("/draft").status_code == 405
+
+
+def test_files_without_sums_are_told_of(folder, tmp_path, capfd):
+    copy = write_model(tmp_path / "copy")
+    logs.configure("info")
+    Sums.check(copy)
+    assert capfd.readouterr().err == ""
+    (copy / "SHA256SUMS").unlink()
+    Sums.check(copy)
+    line, = capfd.readouterr().err.splitlines()
+    assert json.loads(line)["level"] == "warning" and "SHA256SUMS is missing" in json.loads(line)["reason"]
+
+
+def test_idle_connections_beyond_what_there_are_files_for_make_room(folder):
+    """Where the hard limit of open files is low, too; what is half sent is let go like what is idle."""
+    lines = (
+        "import resource",
+        "from drafter import connections",
+        "connections.BACKLOG, connections.OTHER_FILES = 64, 180",
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 260))",
+    )
+    with altered(folder, *lines) as few:
+        host, port = few.url.removeprefix("http://").split(":")
+        silent = [socket.create_connection((host, int(port)), timeout=10) for _ in range(100)]
+        with httpx.Client(base_url=few.url, trust_env=False, timeout=10) as client:
+            for _ in range(100):
+                silent.append(socket.create_connection((host, int(port)), timeout=10))
+                silent[-1].sendall(b"POST /dra")
+                if len(silent) % 10 == 0:  # a client in use is not one that is silent
+                    assert client.post("/draft", content=body([1])).status_code == 200
+                    kept, = client._transport._pool.connections
+            assert client.post("/draft", content=body([1])).status_code == 200
+            assert client._transport._pool.connections == [kept]
+            assert httpx.post(f"{few.url}/draft", content=body([2]), trust_env=False).status_code == 200
+        assert [event["event"] for event in few.events()] == ["weights loaded", "warmed up", "listening"]
+        for connection in silent:
+            connection.close()
+        assert few.stop() == 0
+
+
+def test_long_prompts_that_begin_together_take_turns_and_go_on_together(folder):
+    texts = [[*range(row, row + 70)] for row in range(0, 400, 25)]
+    with altered(folder, "server.PLAIN_NEW_TOKENS = 150") as held:
+
+        def steps():
+            return figures(held.url)["drafter_batch_rows_count"]
+
+        before = steps()
+        drafts = all_at_once(held.url, texts)
+        assert steps() - before >= len(texts) / 2  # of 70 ids each, two in one step
+        before = steps()
+        all_at_once(held.url, [[*text, *draft[:3], 5] for text, draft in zip(texts, drafts, strict=True)])
+        assert steps() - before < len(texts) / 4
+
+
+def test_what_a_request_has_new_is_counted_from_what_it_is_drafted_from(folder):
+    config, tensors = weights.load(folder / "model.safetensors")
+    decoder = build(config, tensors, dtype=weights.torch.float32, device="cpu")
+    engine = Engine(decoder, CONTEXT, slots=2, token_limit=TOKEN_LIMIT)
+    unread = server._unread(engine)
+    text = list(range(2 * CONTEXT + 5))
+    assert unread(text[:40]) == 40
+    draft = engine.draft([text[:40]])[0]
+    assert unread([*text[:40], *draft[:5], 499]) == 1
+    assert unread([7, *text[:40]]) == 41
+    assert 0 < unread(text) <= CONTEXT
+    engine.draft([text])
+    assert unread([*text, 3]) == 1
 
 
 def test_a_missing_folder_ends_the_process_with_2_and_one_sentence(tmp_path):
