@@ -1,7 +1,7 @@
 """The server with seams that fail while a file of a fault's name is in the folder FAULTS.
 
 Tests run it as they would run drafter.server; nothing of it is in the product. ALTERED may hold lines such as
-`server.DEAF_S = 2`.
+`server.DEAF_S = 2`; a server that is to do without kernels has all the time to start.
 """
 
 import os
@@ -13,9 +13,10 @@ from pathlib import Path
 
 import torch
 
-from drafter import app, server
+from drafter import app, loading, server
 from drafter.batcher import PROBE, Batcher
 from drafter.engine import Engine
+from drafter.settings import PLAIN
 
 FOLDER = Path(os.environ["FAULTS"])
 TOO_MUCH = [7, 11, 12, 13]  # a request that no memory suffices for
@@ -37,7 +38,7 @@ class Faults:
     """Stands between the batcher and what it calls."""
 
     def __init__(self):
-        self.draft, self.gather = Engine.draft, Batcher._gather
+        self.draft, self.gather, self.warm_up = Engine.draft, Batcher._gather, loading.warm_up
         self.poisoned = False
 
     def drafted(self, engine, requests, count=16):
@@ -61,6 +62,12 @@ class Faults:
             os.kill(os.getpid(), signal.SIGSEGV)
         return self.draft(engine, requests, count)
 
+    def warmed_up(self, *arguments):
+        """loading.warm_up, or a kernel that never ends."""
+        if asked("stuck") and not os.environ.get(PLAIN):
+            time.sleep(1000)
+        self.warm_up(*arguments)
+
     async def gathered(self, batcher):
         """Batcher._gather, or the end of its task."""
         batch = await self.gather(batcher)
@@ -74,8 +81,11 @@ def main() -> int:
     faults = Faults()
     Engine.draft = lambda *arguments: faults.drafted(*arguments)
     Batcher._gather = lambda batcher: faults.gathered(batcher)
+    loading.warm_up = faults.warmed_up
     for line in os.environ.get("ALTERED", "").splitlines():
         name, value = line.split(" = ")
+        if name == "server.START_S" and os.environ.get(PLAIN):
+            continue
         module, constant = name.split(".")
         setattr({"app": app, "server": server}[module], constant, float(value))
     return server.main()

@@ -1,18 +1,22 @@
 """Faults at every seam of a real server over TCP: what each costs, and how it goes on."""
 
 import asyncio
+import fcntl
+import os
 import shutil
 import signal
 import socket
+import subprocess
 import time
 from pathlib import Path
 
 import httpx
 import pytest
-from outputs import child, edit, gone, served, write_output
-from serving import running, write_model
+from outputs import PATH, child, edit, gone, served, write_output
+from serving import answers, environment, free_port, running, write_model
 
 FAULTY = Path(__file__).with_name("faulty.py")
+TOO_MUCH = [7, 11, 12, 13]  # as there
 PROMPTS = [[row, 11, 12, 13] for row in range(8)]
 
 
@@ -210,3 +214,68 @@ def test_sigterm_while_a_step_hangs_and_a_body_is_half_sent_ends_in_time(output,
         with socket.create_connection((host, int(port)), timeout=10) as half:
             half.sendall(b"POST /draft HTTP/1.1\r\nContent-Length: 50\r\n\r\n{")
             assert asyncio.run(trial()) == []
+
+
+HALVES = {
+    "header": b"POST /draft HTT",
+    "body": b"POST /draft HTTP/1.1\r\nContent-Length: 50\r\n\r\n{",
+    "chunk": b"POST /draft HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n13\r\n{",
+    "long body": b"POST /draft HTTP/1.1\r\nContent-Length: 9999999\r\n\r\n" + b"[" * 200_000,
+    "body of another route": b"GET /health HTTP/1.1\r\nContent-Length: 50\r\n\r\n{",
+}
+
+
+def test_sigterm_while_requests_are_half_sent_ends_in_order_and_in_time(output, faults, tmp_path):
+    env = {"TMPDIR": str(tmp_path), "FAULTS": str(faults), "ALTERED": "server.GRACE_S = 0.5"}
+    with served(output / "serve.sh", tmp_path / "log", **env) as server:
+        server.wait_until_ready()
+        host, port = server.url.removeprefix("http://").split(":")
+        halves = [socket.create_connection((host, int(port)), timeout=10) for _ in HALVES]
+        for half, sent in zip(halves, HALVES.values(), strict=True):
+            half.sendall(sent)
+        drafts_of(server.url)  # all that was sent before has come in
+        assert server.stop() == 0
+        assert "did not go down" not in server.log.read_text()
+        for half in halves:
+            half.close()
+
+
+def test_a_start_that_hangs_is_ended_and_the_next_does_without_kernels(output, faults, tmp_path):
+    (faults / "stuck").touch()
+    env = {"TMPDIR": str(tmp_path), "FAULTS": str(faults), "ALTERED": "server.START_S = 5"}
+    with served(output / "serve.sh", tmp_path / "log", **env) as server:
+        server.wait_until_ready()
+        assert "Timeout (0:00:05)!" in server.log.read_text()
+        assert "with code 1; starting it again in 0 s, without kernels and graphs" in server.log.read_text()
+        assert server.stop() == 0
+
+
+def test_a_log_that_nobody_reads_holds_up_neither_answers_nor_a_restart(output, faults, tmp_path):
+    """Not even the trace of a server whose event loop stands still, which is written before it ends."""
+    url = f"http://127.0.0.1:{(port := str(free_port()))}"
+    env = environment(PATH=PATH, HOST="127.0.0.1", PORT=port, TMPDIR=str(tmp_path), FAULTS=str(faults),
+                      ALTERED="server.DEAF_S = 2")  # fmt: skip
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    process = subprocess.Popen(["bash", str(output / "serve.sh")], cwd="/", env=env, stderr=writer)
+    try:
+        os.set_blocking(reader, False)
+        while not answers(url):
+            assert process.poll() is None
+            time.sleep(0.05)
+        sound = drafts_of(url, [[5]])
+        (faults / "memory").touch()
+        for _ in range(40):
+            assert drafts_of(url, [TOO_MUCH, [5]]) == [[], *sound]
+        (faults / "memory").unlink()
+        (faults / "deaf").touch()
+        with pytest.raises(httpx.TransportError):
+            drafts_of(url, [[5]])
+        assert drafts_of(url, [[5]]) == sound
+        assert 2000 < len(os.read(reader, 1 << 20)) <= 4096  # it was full
+        process.terminate()
+        assert process.wait(10) == 0
+    finally:
+        process.kill()
+        os.close(reader)
+        os.close(writer)
