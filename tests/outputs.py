@@ -55,10 +55,10 @@ def edit(path: Path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new))
 
 
-def served(script: Path, log: Path, **env: str):
+def served(script: Path, log: Path, *arguments: str, **env: str):
     """Run serve.sh until the block ends."""
     settings = {"PATH": PATH, "HOST": "127.0.0.1", **env}
-    return started(["bash", str(script)], log, cwd=Path("/"), **settings)
+    return started(["bash", str(script), *arguments], log, cwd=Path("/"), **settings)
 
 
 def ended(script: Path, **env: str) -> "subprocess.CompletedProcess[str]":

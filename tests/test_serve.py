@@ -57,6 +57,12 @@ def draft(server):
     return answer.json()["draft"]
 
 
+def home(output):
+    """The name of the folder that wheels are installed to."""
+    digest = hashlib.sha256((output / "wheels/requirements.txt").read_bytes()).hexdigest()[:16]
+    return f"draftmill-{os.getuid()}-{digest}"
+
+
 def installed(folder):
     return list(folder.glob(f"draftmill-{os.getuid()}-*/site/draftmill_probe.py"))
 
@@ -146,16 +152,15 @@ def test_another_version_or_no_torch_is_named(output, tmp_path):
 
 @pytest.mark.parametrize("planted", ["link", "foreign"])
 def test_a_planted_folder_is_not_trusted(output, tmp_path, planted):
-    digest = hashlib.sha256((output / "wheels/requirements.txt").read_bytes()).hexdigest()[:16]
-    home = tmp_path / f"draftmill-{os.getuid()}-{digest}"
+    place = tmp_path / home(output)
     if planted == "link":
         (tmp_path / "elsewhere").mkdir()
-        home.symlink_to("elsewhere")
+        place.symlink_to("elsewhere")
     else:
         if os.getuid() != 0:
             pytest.skip("only root can give a folder away")
-        home.mkdir()
-        os.chown(home, 12345, 12345)
+        place.mkdir()
+        os.chown(place, 12345, 12345)
     result = ended(output / "serve.sh", TMPDIR=str(tmp_path))
     assert (result.returncode, "is not trusted" in result.stderr) == (2, True)
 
@@ -167,6 +172,57 @@ def failing(output, tmp_path):
     shutil.copytree(output, copy)
     (copy / "drafter" / "server.py").write_text("import sys; sys.exit(7)\n")
     return copy
+
+
+def test_a_server_that_has_been_up_is_started_again_whatever_it_ends_by(output, tmp_path):
+    """A file that is gone for a moment, and a signal that is meant for serve.sh."""
+    copy = tmp_path / "copy"
+    shutil.copytree(output, copy)
+    with served(copy / "serve.sh", tmp_path / "log", TMPDIR=str(tmp_path)) as server:
+        server.wait_until_ready()
+        (copy / "model.safetensors").rename(copy / "elsewhere")
+        os.kill(child(server), signal.SIGKILL)
+        server.wait_for("ended with code 2; starting it again in 1 s\n")
+        (copy / "elsewhere").rename(copy / "model.safetensors")
+        assert draft(server)
+        os.kill(child(server), signal.SIGTERM)
+        server.wait_for("ended with code 0; starting it again")
+        assert draft(server)
+        assert server.stop() == 0
+
+
+class Ended(supervisor.Supervisor):
+    """A supervisor of servers that end with given codes after given seconds, and of no process."""
+
+    def __init__(self, listener, lives, monkeypatch):
+        super().__init__([], listener)
+        self.lives, self.clock, self.pauses, self.plain = lives[::-1], 0.0, [], []
+        monkeypatch.setattr(supervisor.time, "monotonic", lambda: self.clock)
+        monkeypatch.setattr(supervisor.signal, "sigtimedwait", lambda _, pause_s: self.pauses.append(pause_s))
+
+    def _serve(self, plain):
+        code, seconds = self.lives.pop()
+        self.plain.append(plain)
+        self.clock += seconds
+        self.told = not self.lives
+        return code
+
+
+def test_pauses_grow_and_begin_anew_after_a_steady_life(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ended = Ended(listener, [(1, 10)] * 8 + [(1, 299), (1, 300), (1, 10), (0, 0)], monkeypatch)
+        assert ended.run() == 0
+    assert ended.pauses == [0, 1, 2, 4, 8, 15, 15, 15, 15, 0, 1]
+
+
+def test_kernels_are_done_without_after_a_failed_start_or_two_failures_in_a_row(monkeypatch):
+    with socket.socket() as never_up, socket.create_server(("127.0.0.1", 0)) as up:
+        first = Ended(never_up, [(1, 240), (-11, 10), (0, 0)], monkeypatch)
+        first.run()
+        later = Ended(up, [(-9, 10), (2, 1), (2, 1), (-9, 10), (1, 400), (1, 240), (0, 0)], monkeypatch)
+        later.run()
+    assert first.plain == [False, True, True]
+    assert later.plain == [False, False, False, False, True, False, True]
 
 
 def test_a_server_that_never_comes_up_is_given_up(failing, tmp_path):
@@ -186,7 +242,7 @@ def test_a_signal_during_a_pause_ends_it(failing, tmp_path):
 def test_neither_ignored_children_nor_a_closed_log_end_it(failing, tmp_path):
     """As under a parent that reaps no children, and after whoever read the log has gone."""
     once = f"import pathlib, sys; p = pathlib.Path({str(tmp_path / 'once')!r}); n = p.exists(); p.touch()\n"
-    (failing / "drafter" / "server.py").write_text(f"{once}sys.exit(0 if n else 7)\n")
+    (failing / "drafter" / "server.py").write_text(f"{once}sys.exit(2 if n else 7)\n")
     reader, writer = os.pipe()
     os.close(reader)
     process = subprocess.Popen(
@@ -195,7 +251,7 @@ def test_neither_ignored_children_nor_a_closed_log_end_it(failing, tmp_path):
     )  # fmt: skip
     os.close(writer)
     try:
-        assert process.wait(30) == 0
+        assert process.wait(30) == 2
     finally:
         process.kill()
 
@@ -220,14 +276,70 @@ def test_a_server_that_does_not_hear_is_ended(output, tmp_path):
         assert "did not go down within 0.5 s" in server.log.read_text()
 
 
+def test_arguments_are_the_servers(output, tmp_path):
+    arguments = ("--log-level", "debug")
+    with served(output / "serve.sh", tmp_path / "log", *arguments, TMPDIR=str(tmp_path)) as server:
+        server.wait_until_ready()
+        draft(server)
+        assert [event["level"] for event in server.events() if event["event"] == "request"] == ["debug"]
+        assert server.stop() == 0
+
+
+def test_what_is_left_of_an_installation_is_mended(failing, tmp_path):
+    """Also what was killed in the midst of it, an hour and more ago."""
+    assert ended(failing / "serve.sh", TMPDIR=str(tmp_path), PORT="none").returncode == 2
+    probe, = installed(tmp_path)
+    old, new = (probe.parents[1] / name for name in ("new.old", "new.new"))
+    for folder in (old, new):
+        folder.mkdir()
+    os.utime(old, (1, 1))
+    whole = probe.read_bytes()
+    for damage in (probe.unlink, lambda: probe.write_bytes(whole[:-1])):
+        damage()
+        result = ended(failing / "serve.sh", TMPDIR=str(tmp_path), PORT="none")
+        assert "are damaged; they are installed anew" in result.stderr
+        assert probe.read_bytes() == whole
+    result = ended(failing / "serve.sh", TMPDIR=str(tmp_path), PORT="none")
+    assert result.stderr.count("\n") == 1 and "PORT is 'none'" in result.stderr
+    assert sorted(path.name for path in probe.parents[1].iterdir()) == ["new.new", "site"]
+
+
+@pytest.fixture
+def others(output):
+    """Where the wheels go if TMPDIR does not do; emptied before and after."""
+    homes = [Path(folder) / home(output) for folder in ("/tmp", "/var/tmp", "/dev/shm")]
+    for one in homes:
+        shutil.rmtree(one, ignore_errors=True)
+    yield homes
+    for one in homes:
+        shutil.rmtree(one, ignore_errors=True)
+
+
+def test_a_folder_without_room_is_passed_over(failing, others, tmp_path):
+    fake = tmp_path / "python"
+    fake.write_text(
+        '#!/bin/sh\ncase "$*,$TMPDIR" in *pip*,*$FULL*)\n'
+        'echo "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device"\n'
+        "exit 1\n"
+        'esac\nexec python "$@"\n'
+    )
+    fake.chmod(0o755)
+    env = {"TMPDIR": str(tmp_path), "PYTHON": str(fake), "PORT": "none"}
+    result = ended(failing / "serve.sh", FULL=str(tmp_path), **env)
+    assert (result.returncode, "PORT is 'none'" in result.stderr) == (2, True)
+    assert [(one / "site/draftmill_probe.py").exists() for one in others] == [True, False, False]
+    shutil.rmtree(others[0])
+    result = ended(failing / "serve.sh", FULL="/", **env)
+    assert (result.returncode, f"no room for the wheels in {tmp_path} /tmp" in result.stderr) == (2, True)
+
+
 def test_a_signal_during_the_installation_leaves_nothing_behind(output, tmp_path):
     slow = tmp_path / "python"
     slow.write_text('#!/bin/sh\ncase "$*" in *pip*) exec sleep 60 ;; esac\nexec python "$@"\n')
     slow.chmod(0o755)
     with served(output / "serve.sh", tmp_path / "log", TMPDIR=str(tmp_path), PYTHON=str(slow)) as server:
-        while not list(tmp_path.glob("draftmill-*/new.*/pip.log")):
+        while b"sleep" not in command(installer := child(server)):
             assert server.process.poll() is None
-        installer = child(server)
         assert server.stop() == 0
         assert gone(installer)
     assert not list(tmp_path.glob("draftmill-*/new.*"))
