@@ -106,21 +106,23 @@ class Slots:
     def _best(self, request: list[int]) -> tuple[int, int]:
         """Return the slot with the longest common prefix, and its length.
 
-        A slot can only match further than the best so far if it agrees on the token just behind that, so most
-        are passed over at one look; what continues a slot's last request is looked at first.
+        What continues a slot's last request is compared first, and mostly the one thing that is: another slot
+        can only match further than the best so far if it agrees on the token just behind that.
         """
-        best = 0
-        for slot in sorted(range(len(self.tokens)), key=lambda s: not self._continues(request, s)):
-            tokens = self.tokens[slot]
-            if best < min(len(tokens), len(request)) and tokens[best] == request[best]:
-                best = max(best, common_prefix(request, tokens))
+        likely = [slot for slot, (tokens, size) in enumerate(zip(self.tokens, self.asked, strict=True))
+                  if 0 < size <= len(request) and tokens[size - 1] == request[size - 1]
+                  and tokens[size // 2] == request[size // 2]]  # fmt: skip
+        known = {slot: common_prefix(request, self.tokens[slot], self.asked[slot]) for slot in likely}
+        best = max(known.values(), default=0)
+        for slot, tokens in enumerate(self.tokens):
+            further = best < min(len(tokens), len(request)) and tokens[best] == request[best]
+            if further and slot not in known:
+                known[slot] = common_prefix(request, tokens)
+                best = max(best, known[slot])
         # Among equal matches the one held in full is preferred: it can be extended in place.
-        equal = [s for s, tokens in enumerate(self.tokens) if _begins(tokens, request, best)]
-        return min(equal, key=lambda s: self.asked[s]), best
-
-    def _continues(self, request: list[int], slot: int) -> bool:
-        last = self.asked[slot] - 1
-        return 0 <= last < len(request) and self.tokens[slot][last] == request[last]
+        equal = [slot for slot, tokens in enumerate(self.tokens)
+                 if (known[slot] == best if slot in known else _begins(tokens, request, best))]  # fmt: skip
+        return min(equal, key=lambda slot: self.asked[slot]), best
 
     @staticmethod
     def _reusable(request: list[int], length: int) -> int:
@@ -134,13 +136,17 @@ def _begins(tokens: list[int], request: list[int], length: int) -> bool:
         return True
     if len(tokens) < length or tokens[length - 1] != request[length - 1]:
         return False
+    if tokens[length // 2] != request[length // 2]:
+        return False
     return common_prefix(request, tokens) >= length  # most differ early on; slices would be copied first
 
 
-def common_prefix(left: list[int], right: list[int]) -> int:
-    """Return how many leading tokens two sequences share."""
+def common_prefix(left: list[int], right: list[int], likely: int = 0) -> int:
+    """Return how many leading tokens two sequences share; if `likely` are, they are compared once."""
     size = min(len(left), len(right))
     low, high = 0, min(PROBED, size)
+    if high < likely <= size and left[:high] == right[:high] and left[:likely] == right[:likely]:
+        low, high = likely, min(likely + PROBED, size)
     # Most pairs part soon: the part that is compared doubles until it differs, and is then halved.
     while low < size and left[low:high] == right[low:high]:
         low, high = high, min(2 * high, size)

@@ -1,6 +1,7 @@
 """The trial of the kernels at start-up: each is held to plain torch in the very shape that it will serve."""
 
 import logging
+import os
 from collections.abc import Callable
 from functools import cache
 from types import ModuleType
@@ -13,6 +14,7 @@ from drafter import logs, plain
 from drafter.config import ModelConfig
 from drafter.model import rotary_tables
 from drafter.plain import FEW, Heads, NewTokens
+from drafter.settings import PLAIN
 
 Results = tuple[Tensor, ...]
 ROWS = ((0, 1), (1, 1), (63, 2), (0, 0), (64, 1), (65, 2), (300, 1), (0, 2))  # cached and new tokens of each
@@ -26,7 +28,7 @@ def trusted(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Mo
 
     The trial is held once a process and shape: it compiles what will be served, which takes seconds.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or os.environ.get(PLAIN):
         return None
     try:
         from drafter import kernels  # noqa: PLC0415 - Triton is there on a GPU only

@@ -67,7 +67,6 @@ def test_kernels_that_fail_are_not_used(stub, said, error):
     assert line["event"] == "kernels are not used" and str(error) in line["reason"]
 
 
-@pytest.mark.xfail(strict=True, reason="drafter/trial.py does not ask for the variable yet")
 def test_kernels_are_not_even_tried_where_the_supervisor_says_so(stub, monkeypatch):
     stub.found = lambda: pytest.fail("they were tried")
     monkeypatch.setenv(PLAIN, "1")

@@ -29,6 +29,9 @@ def naive_prefix(left: list[int], right: list[int]) -> int:
 def test_common_prefix(shared: list[int], left: list[int], right: list[int]) -> None:
     assert common_prefix(shared + left, shared + right) == naive_prefix(shared + left, shared + right)
     assert common_prefix(shared, shared + right) == len(shared)
+    for likely in (len(shared), len(shared) + 1, 99):
+        found = common_prefix(shared + left, shared + right, likely)
+        assert found == naive_prefix(shared + left, shared + right)
     assert common_prefix([], right) == 0
 
 
