@@ -8,7 +8,6 @@ from upstreams import COMMIT, sha256, upstream
 
 from stages.errors import UserError
 from stages.upstream import hub, relock
-from stages.upstream.evaluations import evaluation_at, telling_word
 from stages.upstream.pinned import find, read_sources
 from stages.upstream.relock import lock_source
 
@@ -86,36 +85,6 @@ def test_an_evaluation_set_is_refused_by_its_repository(tmp_path: Path, name: st
     table = HUB | {"uri": f'"hf://datasets/{name}@{COMMIT}"', "allow": '["data/train-*"]'}
     with pytest.raises(UserError, match=r"evaluation set|says '(benchmark|test|dev)'"):
         read_sources(write(tmp_path / "s", table))
-
-
-@pytest.mark.parametrize("name", [
-    "test", "tests", "testing", "valid", "validation", "val", "vals", "dev", "devs", "development", "eval",
-    "evals", "evaluation", "evaluations", "bench", "benchmark", "benchmarks", "benchmarking", "heldout",
-    "holdout", "held_out", "held-out", "hold_out", "HeldOut", "testset", "testdata", "testmini", "devtest",
-    "devset", "evalset", "valset", "validset", "trainval", "minival", "TestSet", "TestSplit", "trainTest",
-    "MTBench", "TESTSet", "data/test-00000-of-1.parquet", "main/dev.json", "train_val2017", "train-test",
-])  # fmt: skip
-def test_a_name_that_says_evaluation_is_known_by_its_word(name: str):
-    assert telling_word(name)
-
-
-@pytest.mark.parametrize("name", [
-    "train_sft", "trainset", "minimal", "latest", "contests", "devices", "DevOps", "dev-ops", "developers",
-    "validated", "interval", "retrieval", "medieval", "households", "threshold", "dataset", "unittests",
-])  # fmt: skip
-def test_a_name_that_only_contains_such_a_word_is_not(name: str):
-    assert telling_word(name) is None
-
-
-@pytest.mark.parametrize(("uri", "told"), [
-    ("hf://datasets/cais/mmlu@main", "cais/mmlu"), ("hf://cais/mmlu", "cais/mmlu"),
-    ("https://huggingface.co/datasets/openai/openai_humaneval/tree/main", "openai/openai_humaneval"),
-    ("hf://datasets/o/n@main/data/test-0.parquet", "test"), ("https://example.org/a/dev.jsonl", "dev"),
-    ("hf://datasets/test-lab/chats@main", None), ("https://dev.example.org/tests/chats.jsonl", None),
-    ("my own", None),
-])  # fmt: skip
-def test_a_uri_of_what_judges_is_known(uri: str, told: str | None):
-    assert evaluation_at(uri) == told
 
 
 @pytest.mark.parametrize("name", ["openai/gsm8k", "a/latest-devices", "a/contests", "HuggingFaceTB/smoltalk"])
