@@ -106,6 +106,11 @@ class Engine:
                 graphs.disable(f"drafts of {len(requests)} differ from those made step by step")
         self.slots.forget()
 
+    def unread(self, request: list[int]) -> int:
+        """Return how many tokens of a request a draft would have to read; to be asked between drafts only."""
+        request = self._fitted(request)
+        return len(request) - (self.slots.known(request) if self.slots is not None else 0)
+
     def _fitted(self, request: list[int]) -> list[int]:
         over = len(request) - self.context_tokens
         if over <= 0:

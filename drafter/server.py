@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -105,7 +105,7 @@ async def serve(engine: "Engine", settings: Settings, address: Address, sums: Su
                     new_tokens=new_tokens)
     metrics = Metrics()
     metrics.watch(engine)
-    batcher = Batcher(engine.draft, limits, metrics, unread=_unread(engine))
+    batcher = Batcher(engine.draft, limits, metrics, engine.unread if new_tokens else len)
     service = Service(settings, address, sums, engine.decoder.config.vocab_size, batcher)
     batcher.start()
     server = await _listen(service, address, listener)
@@ -126,18 +126,6 @@ async def serve(engine: "Engine", settings: Settings, address: Address, sums: Su
         # A step that hangs in the device would hold up an orderly exit for ever; so would a half-sent body.
         _exit_now(code)
     return code
-
-
-def _unread(engine: "Engine") -> Callable[[list[int]], int]:
-    """Return what says how many tokens of a request are in no slot; to be asked between steps only."""
-    from drafter.slots import common_prefix  # noqa: PLC0415 - torch was imported with the engine
-
-    def unread(request: list[int]) -> int:
-        fitted = engine._fitted(request)
-        slots = engine.slots.tokens if engine.slots is not None else []
-        return len(fitted) - max((common_prefix(fitted, tokens) for tokens in slots), default=0)
-
-    return unread
 
 
 async def _beat() -> None:

@@ -98,6 +98,10 @@ class Slots:
             self.tokens[lease.target] = request + draft[:-1]
             self.asked[lease.target] = len(request)
 
+    def known(self, request: list[int]) -> int:
+        """Return how many leading tokens of a request a slot holds."""
+        return self._best(request)[1]
+
     def forget(self) -> None:
         """Empty every slot: after a fault nothing stored is trusted."""
         self.tokens = [[] for _ in self.tokens]

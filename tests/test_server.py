@@ -453,7 +453,7 @@ def test_what_a_request_has_new_is_counted_from_what_it_is_drafted_from(folder):
     config, tensors = weights.load(folder / "model.safetensors")
     decoder = build(config, tensors, dtype=weights.torch.float32, device="cpu")
     engine = Engine(decoder, CONTEXT, slots=2, token_limit=TOKEN_LIMIT)
-    unread = server._unread(engine)
+    unread = engine.unread
     text = list(range(2 * CONTEXT + 5))
     assert unread(text[:40]) == 40
     draft = engine.draft([text[:40]])[0]
