@@ -155,7 +155,6 @@ class Harvest:
                 "source": source.id, "family": row.family, "prompt": ids,
             }
 
-
     def _split(self, source: DataSource, one: Sieved) -> str | None:
         """Return the side of a conversation; None if it is faulty, or begins as one on the other side.
 
