@@ -37,8 +37,8 @@ class Drafting:
         self.steps = torch.arange(count * FEW, device=device)
         self.drafts_bc = torch.zeros((count, most), dtype=torch.int64, device=device)
 
-    def draft(self, requests: list[list[int]], leases: list[Lease], count: int) -> list[list[int]]:
-        """Draft `count` ids for each request; its slot then holds it and all but the last of them."""
+    def begin(self, requests: list[list[int]], leases: list[Lease], count: int) -> None:
+        """Start to draft `count` ids for each request; its slot will hold it and all but the last of them."""
         lengths = [lease.reused for lease in leases]
         long = [row for row, request in enumerate(requests) if len(request) - lengths[row] > FEW]
         for part in self._portions(long, requests, lengths):
@@ -49,7 +49,10 @@ class Drafting:
         rows, width = self.size(len(requests)), FEW if self.static else max(map(len, tails))
         self._tell([lease.target for lease in leases], lengths, tails)
         self.graphs.run((rows, count), partial(self._run, rows, width, count))
-        drafts: list[list[int]] = self.drafts_bc[: len(requests), :count].tolist()
+
+    def end(self, rows: int, count: int) -> list[list[int]]:
+        """Wait for the drafts that were begun, and return them."""
+        drafts: list[list[int]] = self.drafts_bc[:rows, :count].tolist()
         return drafts
 
     def size(self, rows: int) -> int:
@@ -82,13 +85,10 @@ class Drafting:
 
     def _tell(self, slots: list[int], lengths: list[int], tails: list[list[int]]) -> None:
         """Send a batch to the device, in one copy. Rows beyond it have no new tokens and write nothing."""
-        told = torch.zeros_like(self.told, device="cpu")
-        told[SLOT, : len(slots)] = torch.tensor(slots)
-        told[LENGTH, : len(slots)] = torch.tensor(lengths)
-        told[SIZE, : len(slots)] = torch.tensor([len(tail) for tail in tails])
+        spare = [0] * (len(self.told[0]) - len(slots))
         padded = [tail + [0] * (FEW - len(tail)) for tail in tails]
-        told[TOKENS:, : len(slots)] = torch.tensor(padded).T
-        self.told.copy_(told)
+        lines = [slots, lengths, [len(tail) for tail in tails], *map(list, zip(*padded, strict=True))]
+        self.told.copy_(torch.tensor([line + spare for line in lines]))
 
     def _run(self, rows: int, width: int, count: int) -> None:
         """Draft for what was told: from here on nothing depends on a value, so that a graph can hold it."""

@@ -72,11 +72,13 @@ class Engine:
         leases = self.slots.lease(requests)
         try:
             self.slots.settle(leases)
-            drafts = self.drafting.draft(requests, leases, count)
+            self.drafting.begin(requests, leases, count)
+            self.slots.note(leases, requests)  # while a GPU works
+            drafts = self.drafting.end(len(requests), count)
+            self.slots.keep(leases, drafts)
         except BaseException:
             self.slots.forget()
             raise
-        self.slots.keep(leases, requests, drafts)
         return drafts
 
     def warm_up(self, most: int, count: int) -> None:

@@ -2,6 +2,7 @@
 
 # mypy: disable-error-code=no-untyped-call
 
+import ctypes
 import gc
 import logging
 from collections.abc import Callable, Hashable
@@ -60,6 +61,8 @@ class Graphs:
             torch.cuda.synchronize()
             self.captured[key] = graph
         except RuntimeError as error:
+            # torch ends the process when it takes such a graph apart: it is never given back.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))
             if self.frugal and isinstance(error, torch.cuda.OutOfMemoryError):
                 raise
             self.disable(logs.described(error))  # the step itself was done already

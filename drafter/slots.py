@@ -92,11 +92,16 @@ class Slots:
             for layer in part:  # all rows of a layer are read before one is written
                 layer[targets, :, :width] = layer[sources, :, :width]
 
-    def keep(self, leases: list[Lease], requests: list[list[int]], drafts: list[list[int]]) -> None:
-        """Note what the target slots now hold."""
-        for lease, request, draft in zip(leases, requests, drafts, strict=True):
-            self.tokens[lease.target] = request + draft[:-1]
+    def note(self, leases: list[Lease], requests: list[list[int]]) -> None:
+        """Note the requests that the target slots are about to hold."""
+        for lease, request in zip(leases, requests, strict=True):
+            self.tokens[lease.target] = request.copy()
             self.asked[lease.target] = len(request)
+
+    def keep(self, leases: list[Lease], drafts: list[list[int]]) -> None:
+        """Note the drafts behind them: all but the last token of each is cached."""
+        for lease, draft in zip(leases, drafts, strict=True):
+            self.tokens[lease.target] += draft[:-1]
 
     def known(self, request: list[int]) -> int:
         """Return how many leading tokens of a request a slot holds."""
@@ -113,17 +118,20 @@ class Slots:
         What continues a slot's last request is compared first, and mostly the one thing that is: another slot
         can only match further than the best so far if it agrees on the token just behind that.
         """
+        end = len(request)
         likely = [slot for slot, (tokens, size) in enumerate(zip(self.tokens, self.asked, strict=True))
-                  if 0 < size <= len(request) and tokens[size - 1] == request[size - 1]
+                  if 0 < size <= end and tokens[size - 1] == request[size - 1]
                   and tokens[size // 2] == request[size // 2]]  # fmt: skip
         known = {slot: common_prefix(request, self.tokens[slot], self.asked[slot]) for slot in likely}
         best = max(known.values(), default=0)
         for slot, tokens in enumerate(self.tokens):
-            further = best < min(len(tokens), len(request)) and tokens[best] == request[best]
-            if further and slot not in known:
+            if best < end and best < len(tokens) and tokens[best] == request[best] and slot not in known:
                 known[slot] = common_prefix(request, tokens)
                 best = max(best, known[slot])
         # Among equal matches the one held in full is preferred: it can be extended in place.
+        whole = [slot for slot in known if 0 < self.asked[slot] <= known[slot] == best]
+        if whole:
+            return whole[0], best
         equal = [slot for slot, tokens in enumerate(self.tokens)
                  if (known[slot] == best if slot in known else _begins(tokens, request, best))]  # fmt: skip
         return min(equal, key=lambda slot: self.asked[slot]), best

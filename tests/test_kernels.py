@@ -24,7 +24,6 @@ from drafter.kernels import attention, products
 from drafter.engine import Engine, Generation
 trial.ROWS, attention.PROGRAMS, attention.SPLITS = trial.ROWS[:6], 48, 3
 products.WIDE, products.DEEP, products.KINDS = 16, 16, (torch.float16, torch.float32)
-attention.AHEAD = 0  # the interpreter knows no instructions of a GPU
 """
 
 TRIAL = """

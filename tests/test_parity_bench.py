@@ -41,8 +41,8 @@ def test_a_stale_slot_is_seen(monkeypatch: pytest.MonkeyPatch):
     """Slots that note one another's conversation as theirs, as if a copy had gone to the wrong place."""
     keep = Slots.keep
 
-    def kept(slots, leases, requests, drafts):
-        keep(slots, leases, requests, drafts)
+    def kept(slots, leases, drafts):
+        keep(slots, leases, drafts)
         if len(leases) > 1:
             one, other = leases[0].target, leases[1].target
             for noted in (slots.tokens, slots.asked):

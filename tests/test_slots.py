@@ -61,7 +61,8 @@ def run(slots: Slots, requests: list[list[int]]) -> list[Lease]:
     slots.settle(leases)
     for request, lease in zip(requests, leases, strict=True):
         write(slots, lease.target, lease.reused, [*request[lease.reused :], 0])
-    slots.keep(leases, requests, [[0, 1]] * len(requests))
+    slots.note(leases, requests)
+    slots.keep(leases, [[0, 1]] * len(requests))
     return leases
 
 

@@ -18,15 +18,8 @@ WARPS = 4
 STAGES = 3       # blocks of columns that are on their way at a time
 PROGRAMS = 256   # of one attention: rows are split over their context until there are so many ...
 SPLITS = 16      # ... but no finer than this
-AHEAD = 64       # columns of the cache that a split row's program asks for before its query is ready ...
-LINE = tl.constexpr(64)  # ... so many elements at a time: 128 bytes where they are half as wide as float32
-
-
-@triton.jit
-def _ask(place):
-    # Bring lines of 128 bytes to the second-level cache, and wait for nothing.
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [place.to(tl.int64)],
-                              dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
+EARLY = 32       # columns that a program reads while its query is made ready ...
+EARLY_WHOLE = 32  # ... and where rows are not split
 
 
 @triton.jit
@@ -84,17 +77,22 @@ def _weights(heads: Heads) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def _attend_new(query, token, qkv, weight, cosine, sine, keys, values, cached, first, size, length, eps,
-                scale, stride, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
-                NEW: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr):
-    # Write a row's new tokens to the cache, and attend from them to themselves.
-    kind: tl.constexpr = keys.dtype.element_ty
+def _new(qkv, weight, cosine, sine, first, fresh, length, eps, stride, kind: tl.constexpr,
+         HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, NEW: tl.constexpr,
+         NORM: tl.constexpr, PARTS: tl.constexpr):
+    # The keys and values of a row's new tokens.
     new, dim = tl.arange(0, NEW), tl.arange(0, DIM)
-    fresh = new < size
-    key_place = qkv + (first + new) * ((HEADS + 2 * KV_HEADS) * DIM) + (HEADS + tl.program_id(1)) * DIM
-    key = _turned(key_place, fresh, weight, length + new, cosine, sine, eps, stride, kind, DIM, NORM, PARTS)
-    value_place = key_place[:, None] + KV_HEADS * DIM + dim[None, :]
-    value = read(value_place, fresh[:, None], stride, kind, PARTS)
+    place = qkv + (first + new) * ((HEADS + 2 * KV_HEADS) * DIM) + (HEADS + tl.program_id(1)) * DIM
+    key = _turned(place, fresh, weight, length + new, cosine, sine, eps, stride, kind, DIM, NORM, PARTS)
+    value = read(place[:, None] + KV_HEADS * DIM + dim[None, :], fresh[:, None], stride, kind, PARTS)
+    return key, value
+
+
+@triton.jit
+def _attend_new(query, token, key, value, keys, values, cached, fresh, length, scale, DIM: tl.constexpr,
+                NEW: tl.constexpr):
+    # Write a row's new tokens to the cache, and attend from them to themselves.
+    new, dim = tl.arange(0, NEW), tl.arange(0, DIM)
     place = cached + (length + new)[:, None] * DIM + dim[None, :]
     tl.store(keys + place, key, mask=fresh[:, None])
     tl.store(values + place, value, mask=fresh[:, None])
@@ -102,27 +100,46 @@ def _attend_new(query, token, qkv, weight, cosine, sine, keys, values, cached, f
     scores = tl.where(new[None, :] <= token[:, None], scores, float("-inf"))
     best = tl.max(scores, axis=1)
     weights = tl.exp(scores - best[:, None])
-    return best, tl.sum(weights, axis=1), tl.dot(weights.to(kind), value, input_precision="ieee")
+    return best, tl.sum(weights, axis=1), tl.dot(weights.to(value.dtype), value, input_precision="ieee")
 
 
 @triton.jit
-def _note(best, total, mixed, mixes, stats, own, part, splits, DIM: tl.constexpr, TILE: tl.constexpr,
+def _block(keys, values, cached, columns, end, DIM: tl.constexpr):
+    # Read some columns of the cache.
+    place, used = cached + columns[:, None] * DIM + tl.arange(0, DIM)[None, :], (columns < end)[:, None]
+    return tl.load(keys + place, mask=used, other=0.0), tl.load(values + place, mask=used, other=0.0)
+
+
+@triton.jit
+def _mix(query, key, value, used, scale, best, total, mixed):
+    # Attend to some columns more, of which one at least is used.
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+    scores = tl.where(used[None, :], scores, float("-inf"))
+    better = tl.maximum(best, tl.max(scores, axis=1))
+    weights, kept = tl.exp(scores - better[:, None]), tl.exp(best - better)
+    mixed = mixed * kept[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+    return better, total * kept + tl.sum(weights, axis=1), mixed
+
+
+@triton.jit
+def _note(best, total, mixed, mixes, stats, own, part, splits, used, DIM: tl.constexpr, TILE: tl.constexpr,
           LINES: tl.constexpr):
-    # Leave a part's result for whoever puts the parts together.
+    # Leave a part's result, on the lines that are used, for whoever puts the parts together.
     line, dim = tl.arange(0, TILE), tl.arange(0, DIM)
     mix_place = mixes + (own * splits + part) * LINES * DIM + line[:, None] * DIM + dim[None, :]
-    tl.store(mix_place, mixed, mask=(line < LINES)[:, None])
+    tl.store(mix_place, mixed, mask=(line < used)[:, None])
     stat_place = stats + (own * splits + part) * 2 * LINES + line
-    tl.store(stat_place, best, mask=line < LINES)
-    tl.store(stat_place + LINES, total, mask=line < LINES)
+    tl.store(stat_place, best, mask=line < used)
+    tl.store(stat_place + LINES, total, mask=line < used)
 
 
 @triton.jit
-def _put_together(mixes, stats, own, splits, MOST: tl.constexpr, DIM: tl.constexpr, LINES: tl.constexpr):
+def _put_together(mixes, stats, own, splits, used, MOST: tl.constexpr, DIM: tl.constexpr,
+                  LINES: tl.constexpr):
     # Weigh the parts of a row's context, all at once and always in the same order.
     part, line, dim = tl.arange(0, MOST)[:, None], tl.arange(0, LINES)[None, :], tl.arange(0, DIM)
     stat = stats + (own * splits + part) * 2 * LINES + line
-    made = (part < splits) & (line < LINES)
+    made = (part < splits) & (line < used)
     bests = tl.load(stat, mask=made, other=float("-inf"), cache_modifier=".cg")
     totals = tl.load(stat + LINES, mask=made, other=0.0, cache_modifier=".cg")
     place = ((own * splits + part) * LINES + line)[:, :, None] * DIM + dim[None, None, :]
@@ -137,7 +154,7 @@ def _attend(qkv, q_weight, k_weight, cosine, sine, keys, values, firsts, sizes, 
             stats, arrived, splits, eps, scale, stride_part, stride_slot, stride_head, HEADS: tl.constexpr,
             KV_HEADS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, NEW: tl.constexpr,
             BLOCK: tl.constexpr, MOST: tl.constexpr, LINES: tl.constexpr, NORM: tl.constexpr,
-            PARTS: tl.constexpr, AHEAD: tl.constexpr):
+            PARTS: tl.constexpr, FIRST: tl.constexpr):
     # One program attends from a row's new tokens, by the query heads that share a key head, to one part of
     # the row's context; the first part has the new tokens themselves. Whichever of a row's parts is done last
     # puts them together.
@@ -151,39 +168,38 @@ def _attend(qkv, q_weight, k_weight, cosine, sine, keys, values, firsts, sizes, 
     real = token < size
     cached = slot * stride_slot + head.to(tl.int64) * stride_head
     span = tl.cdiv(tl.cdiv(length, splits), BLOCK) * BLOCK
-    if AHEAD:
-        wanted = part * span * DIM + tl.arange(0, AHEAD * DIM // LINE) * LINE
-        _ask(keys + cached + tl.minimum(wanted, stride_head - LINE))
-        _ask(values + cached + tl.minimum(wanted, stride_head - LINE))
+    begun, end = part * span, tl.minimum(length, part * span + span)
+    if FIRST:
+        first_columns = begun + tl.arange(0, FIRST)
+        first_key, first_value = _block(keys, values, cached, first_columns, end, DIM)
     query_place = qkv + (first + token) * ((HEADS + 2 * KV_HEADS) * DIM) + query_head * DIM
     query = _turned(query_place, real, q_weight, length + token, cosine, sine, eps, stride_part, kind, DIM,
                     NORM, PARTS)
     best = tl.full((TILE,), float("-inf"), tl.float32)
     total = tl.zeros((TILE,), tl.float32)
     mixed = tl.zeros((TILE, DIM), tl.float32)
+    # They are read outside the branch, so that nobody waits twice; the other parts read nothing.
+    fresh = (tl.arange(0, NEW) < size) & (part == 0)
+    new_key, new_value = _new(qkv, k_weight, cosine, sine, first, fresh, length, eps, stride_part, kind,
+                              HEADS, KV_HEADS, DIM, NEW, NORM, PARTS)
     if part == 0:
-        best, total, mixed = _attend_new(query, token, qkv, k_weight, cosine, sine, keys, values, cached,
-                                         first, size, length, eps, scale, stride_part, HEADS, KV_HEADS, DIM,
-                                         NEW, NORM, PARTS)
-    for start in range(part * span, tl.minimum(length, part * span + span), BLOCK):
-        used = start + column < length
-        place = cached + (start + column)[:, None] * DIM + dim[None, :]
-        key = tl.load(keys + place, mask=used[:, None], other=0.0)
-        value = tl.load(values + place, mask=used[:, None], other=0.0)
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-        scores = tl.where(used[None, :], scores, float("-inf"))
-        better = tl.maximum(best, tl.max(scores, axis=1))
-        weights, kept = tl.exp(scores - better[:, None]), tl.exp(best - better)
-        total = total * kept + tl.sum(weights, axis=1)
-        mixed = mixed * kept[:, None] + tl.dot(weights.to(kind), value, input_precision="ieee")
-        best = better
+        best, total, mixed = _attend_new(query, token, new_key, new_value, keys, values, cached, fresh,
+                                         length, scale, DIM, NEW)
+    if FIRST:
+        if begun < end:
+            best, total, mixed = _mix(query, first_key, first_value, first_columns < end, scale, best, total,
+                                      mixed)
+        begun += FIRST
+    for start in range(begun, end, BLOCK):
+        key, value = _block(keys, values, cached, start + column, end, DIM)
+        best, total, mixed = _mix(query, key, value, start + column < end, scale, best, total, mixed)
     if MOST > 1:
         own = row * KV_HEADS + head
-        _note(best, total, mixed, mixes, stats, own, part, splits, DIM, TILE, LINES)
+        _note(best, total, mixed, mixes, stats, own, part, splits, size * group, DIM, TILE, LINES)
         tl.debug_barrier()
         if tl.atomic_add(arrived + own, 1, sem="acq_rel") == splits - 1:
             tl.debug_barrier()
-            mean = _put_together(mixes, stats, own, splits, MOST, DIM, LINES)
+            mean = _put_together(mixes, stats, own, splits, size * group, MOST, DIM, LINES)
             few = tl.arange(0, LINES)
             to = (first + few // group) * HEADS + head * group + few % group
             tl.store(out + to[:, None] * DIM + dim[None, :], mean.to(kind),
@@ -224,7 +240,7 @@ def attend(qkv_nd: Tensor, heads: Heads, cached: Pair, new: NewTokens, arrived: 
         heads.dim**-0.5, tokens * width, keys_skcd.stride(0), keys_skcd.stride(1), HEADS=heads.count,
         KV_HEADS=heads.kv_count, DIM=heads.dim, TILE=max(TILE_ROWS, lines), NEW=TILE_ROWS, BLOCK=COLUMNS,
         MOST=triton.next_power_of_2(SPLITS) if splits > 1 else 1, LINES=lines,
-        NORM=heads.q_weight is not None, PARTS=parts_in(qkv_nd), AHEAD=AHEAD if splits > 1 else 0,
+        NORM=heads.q_weight is not None, PARTS=parts_in(qkv_nd), FIRST=EARLY if splits > 1 else EARLY_WHOLE,
         num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     return out_nd

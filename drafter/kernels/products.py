@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-TOKENS = 32      # at most; more are the library's
+TOKENS = 64      # at most; more are the library's ...
+GATED = 32       # ... or so many where it gates: shared memory holds no more
 LEAST = 16       # tokens that an instruction takes: fewer are padded
 WIDE = 64        # rows of the weights that a program takes
 DEEP = 128       # of their columns at a time
@@ -58,7 +59,7 @@ def _product(x, weight, out, tokens, width, depth, share, TOKENS: tl.constexpr, 
 
 def product(x_nd: Tensor, weight_od: Tensor) -> Tensor:
     """Return x @ weight.T, [tokens, out], or float32 parts that add up to it, [parts, tokens, out]."""
-    if not _suited(x_nd, weight_od, len(weight_od)):
+    if not _suited(x_nd, weight_od, len(weight_od), TOKENS):
         return functional.linear(x_nd, weight_od)
     (count, depth), width = x_nd.shape, len(weight_od)
     parts = parts_of(width, depth)
@@ -70,7 +71,7 @@ def product(x_nd: Tensor, weight_od: Tensor) -> Tensor:
 def gated_product(x_nd: Tensor, gate_up_md: Tensor) -> Tensor | None:
     """Return silu(gate) * up, where gate and up are x by the halves of a matrix; None where it is not fit."""
     width = len(gate_up_md) // 2
-    if not _suited(x_nd, gate_up_md, width):
+    if not _suited(x_nd, gate_up_md, width, GATED):
         return None
     out_nw = x_nd.new_empty(len(x_nd), width)
     _run(x_nd, gate_up_md, out_nw, width, 1, gated=True)
@@ -83,9 +84,9 @@ def parts_of(width: int, depth: int) -> int:
     return next((parts for parts in PARTS if depth % (parts * DEEP) == 0 and programs * parts <= PROGRAMS), 1)
 
 
-def _suited(x_nd: Tensor, weight_od: Tensor, width: int) -> bool:
+def _suited(x_nd: Tensor, weight_od: Tensor, width: int, most: int) -> bool:
     """Whether the tokens are few, the numbers half as wide as float32, and the shape whole blocks."""
-    few = 0 < len(x_nd) <= TOKENS and x_nd.dtype in KINDS
+    few = 0 < len(x_nd) <= most and x_nd.dtype in KINDS
     return few and not width % WIDE and not x_nd.shape[1] % DEEP and weight_od.is_contiguous()
 
 
@@ -93,6 +94,6 @@ def _run(x_nd: Tensor, weight_od: Tensor, out: Tensor, width: int, parts: int, *
     count, depth = x_nd.shape
     _product[(width // WIDE, parts)](
         x_nd.contiguous(), weight_od, out, count, width, depth, depth // parts,
-        TOKENS=LEAST if count <= LEAST else TOKENS, WIDE=WIDE, DEEP=DEEP, STAGES=STAGES, GATED=gated,
+        TOKENS=max(LEAST, triton.next_power_of_2(count)), WIDE=WIDE, DEEP=DEEP, STAGES=STAGES, GATED=gated,
         num_warps=4,
     )  # fmt: skip

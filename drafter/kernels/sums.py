@@ -48,7 +48,7 @@ def add_norm(x_nd: Tensor, branch_nd: Tensor | None, weight_d: Tensor, eps: floa
     block = triton.next_power_of_2(size)
     added_nd = x_nd if branch_nd is None else branch_nd
     _norm[(rows,)](x_nd, added_nd, weight_d, out_nd, eps, SIZE=size, BLOCK=block,
-                   PARTS=0 if branch_nd is None else parts_in(branch_nd), num_warps=8 if block > 1024 else 4)
+                   PARTS=0 if branch_nd is None else parts_in(branch_nd), num_warps=16 if block > 1024 else 4)
     return x_nd, out_nd
 
 
