@@ -37,7 +37,7 @@ def run(job: Job) -> dict[str, object]:
     save_file(rounded, job.out / "drafter.safetensors", metadata={"config": config.to_json()})
     on_host = {name: rows.cpu() for name, rows in trainer.sensitivities().items()}
     save_file(on_host, job.out / "sensitivity.safetensors")
-    write_jsonl(job.out / "training.jsonl", trainer.lines)
+    write_jsonl(job.out / "training.jsonl", trainer.log())
     return metrics
 
 

@@ -45,7 +45,7 @@ def run(job: Job) -> dict[str, object]:
     dev = read_conversations(job.inputs["teacher"] / "dev.jsonl")
     metrics = quantiser.run(read_rows(job.inputs["teacher"]), dev, job.out / "drafter.safetensors",
                             target_states(job, settings))
-    write_jsonl(job.out / "training.jsonl", quantiser.trainer.lines)
+    write_jsonl(job.out / "training.jsonl", quantiser.trainer.log())
     return metrics
 
 

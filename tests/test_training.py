@@ -24,7 +24,7 @@ from stages.training.online import TargetStates
 from stages.training.optimiser import state_of
 from stages.training.rows import Row, Rows
 from stages.training.shards import write_shard
-from stages.training.trainer import Trainer
+from stages.training.trainer import LOGGED, Trainer
 
 VOCABULARY = small_config().vocab_size
 
@@ -359,3 +359,16 @@ def test_another_vocabulary_has_no_whole_distribution_to_compare(
     target = TargetStates(Decoder(config).requires_grad_(False), "cpu")
     with pytest.raises(UserError, match=f"the target has {VOCABULARY + 32} ids, the drafter {VOCABULARY}"):
         make_trainer(tmp_path, SETTINGS.model_copy(update={"kl": "whole"})).train(rows, dev, target)
+
+
+def test_the_log_that_ships_does_not_grow_with_the_steps(tmp_path: Path) -> None:
+    steps = 10 * LOGGED
+    trainer = make_trainer(tmp_path, SETTINGS.model_copy(update={"steps": steps}))
+    plain: dict[str, float] = {"positions": 3, "rate": 0.1, "loss": 1.0, "ce": 1.0, "kl": 1.0}
+    trainer.lines = [{"step": 0, "tau_dev": 1.0}, {"step": 1, "bits_per_weight": 3.0} | plain,
+                     *({"step": step} | plain for step in range(2, steps + 1)),
+                     {"step": steps, "tau_dev": 2.0}]  # fmt: skip
+    log = trainer.log()
+    assert len(log) == LOGGED + 3
+    assert [line for line in log if "tau_dev" in line or "bits_per_weight" in line] == [
+        trainer.lines[0], trainer.lines[1], trainer.lines[-1]]

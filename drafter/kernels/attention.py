@@ -18,8 +18,6 @@ WARPS = 4
 STAGES = 3       # blocks of columns that are on their way at a time
 PROGRAMS = 256   # of one attention: rows are split over their context until there are so many ...
 SPLITS = 16      # ... but no finer than this
-EARLY = 32       # columns that a program reads while its query is made ready ...
-EARLY_WHOLE = 32  # ... and where rows are not split
 
 
 @triton.jit
@@ -104,24 +102,6 @@ def _attend_new(query, token, key, value, keys, values, cached, fresh, length, s
 
 
 @triton.jit
-def _block(keys, values, cached, columns, end, DIM: tl.constexpr):
-    # Read some columns of the cache.
-    place, used = cached + columns[:, None] * DIM + tl.arange(0, DIM)[None, :], (columns < end)[:, None]
-    return tl.load(keys + place, mask=used, other=0.0), tl.load(values + place, mask=used, other=0.0)
-
-
-@triton.jit
-def _mix(query, key, value, used, scale, best, total, mixed):
-    # Attend to some columns more, of which one at least is used.
-    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-    scores = tl.where(used[None, :], scores, float("-inf"))
-    better = tl.maximum(best, tl.max(scores, axis=1))
-    weights, kept = tl.exp(scores - better[:, None]), tl.exp(best - better)
-    mixed = mixed * kept[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
-    return better, total * kept + tl.sum(weights, axis=1), mixed
-
-
-@triton.jit
 def _note(best, total, mixed, mixes, stats, own, part, splits, used, DIM: tl.constexpr, TILE: tl.constexpr,
           LINES: tl.constexpr):
     # Leave a part's result, on the lines that are used, for whoever puts the parts together.
@@ -154,7 +134,7 @@ def _attend(qkv, q_weight, k_weight, cosine, sine, keys, values, firsts, sizes, 
             stats, arrived, splits, eps, scale, stride_part, stride_slot, stride_head, HEADS: tl.constexpr,
             KV_HEADS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, NEW: tl.constexpr,
             BLOCK: tl.constexpr, MOST: tl.constexpr, LINES: tl.constexpr, NORM: tl.constexpr,
-            PARTS: tl.constexpr, FIRST: tl.constexpr):
+            PARTS: tl.constexpr):
     # One program attends from a row's new tokens, by the query heads that share a key head, to one part of
     # the row's context; the first part has the new tokens themselves. Whichever of a row's parts is done last
     # puts them together.
@@ -168,10 +148,6 @@ def _attend(qkv, q_weight, k_weight, cosine, sine, keys, values, firsts, sizes, 
     real = token < size
     cached = slot * stride_slot + head.to(tl.int64) * stride_head
     span = tl.cdiv(tl.cdiv(length, splits), BLOCK) * BLOCK
-    begun, end = part * span, tl.minimum(length, part * span + span)
-    if FIRST:
-        first_columns = begun + tl.arange(0, FIRST)
-        first_key, first_value = _block(keys, values, cached, first_columns, end, DIM)
     query_place = qkv + (first + token) * ((HEADS + 2 * KV_HEADS) * DIM) + query_head * DIM
     query = _turned(query_place, real, q_weight, length + token, cosine, sine, eps, stride_part, kind, DIM,
                     NORM, PARTS)
@@ -185,14 +161,18 @@ def _attend(qkv, q_weight, k_weight, cosine, sine, keys, values, firsts, sizes, 
     if part == 0:
         best, total, mixed = _attend_new(query, token, new_key, new_value, keys, values, cached, fresh,
                                          length, scale, DIM, NEW)
-    if FIRST:
-        if begun < end:
-            best, total, mixed = _mix(query, first_key, first_value, first_columns < end, scale, best, total,
-                                      mixed)
-        begun += FIRST
-    for start in range(begun, end, BLOCK):
-        key, value = _block(keys, values, cached, start + column, end, DIM)
-        best, total, mixed = _mix(query, key, value, start + column < end, scale, best, total, mixed)
+    for start in range(part * span, tl.minimum(length, part * span + span), BLOCK):
+        used = start + column < length
+        place = cached + (start + column)[:, None] * DIM + dim[None, :]
+        key = tl.load(keys + place, mask=used[:, None], other=0.0)
+        value = tl.load(values + place, mask=used[:, None], other=0.0)
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        scores = tl.where(used[None, :], scores, float("-inf"))
+        better = tl.maximum(best, tl.max(scores, axis=1))
+        weights, kept = tl.exp(scores - better[:, None]), tl.exp(best - better)
+        total = total * kept + tl.sum(weights, axis=1)
+        mixed = mixed * kept[:, None] + tl.dot(weights.to(kind), value, input_precision="ieee")
+        best = better
     if MOST > 1:
         own = row * KV_HEADS + head
         _note(best, total, mixed, mixes, stats, own, part, splits, size * group, DIM, TILE, LINES)
@@ -240,7 +220,7 @@ def attend(qkv_nd: Tensor, heads: Heads, cached: Pair, new: NewTokens, arrived: 
         heads.dim**-0.5, tokens * width, keys_skcd.stride(0), keys_skcd.stride(1), HEADS=heads.count,
         KV_HEADS=heads.kv_count, DIM=heads.dim, TILE=max(TILE_ROWS, lines), NEW=TILE_ROWS, BLOCK=COLUMNS,
         MOST=triton.next_power_of_2(SPLITS) if splits > 1 else 1, LINES=lines,
-        NORM=heads.q_weight is not None, PARTS=parts_in(qkv_nd), FIRST=EARLY if splits > 1 else EARLY_WHOLE,
+        NORM=heads.q_weight is not None, PARTS=parts_in(qkv_nd),
         num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     return out_nd

@@ -29,6 +29,8 @@ from stages.training.view import Identity, View, Weights
 EMBEDDINGS = (EMBEDDING, HEAD)
 PARTS = ("master", "optimiser", "average", "fisher", "state")
 LOOK_STEPS = 16  # how many steps may be under way before their losses are looked at
+LOGGED = 250     # steps in a log: it ships, so it may not grow with the training
+STEP_KEYS = {"step", "positions", "rate", "loss", "ce", "kl"}
 
 
 class Trainer:
@@ -211,6 +213,11 @@ class Trainer:
         self.checkpoints.wait()
         self.job.say(f"stopped by signal {number} after step {self.step}, and saved")
         raise SystemExit(128 + number)
+
+    def log(self) -> list[dict[str, Any]]:
+        """Return the lines that are left for reviewers: all evaluations and plans, and about LOGGED steps."""
+        every = -(-self.settings.steps // LOGGED)
+        return [line for line in self.lines if line["step"] % every == 0 or not STEP_KEYS.issuperset(line)]
 
     def _log(self, **line: Any) -> None:
         self.lines.append(line)
