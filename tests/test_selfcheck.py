@@ -24,6 +24,7 @@ from stages.rehearsal.client import Terms, replay_http
 from stages.rehearsal.gates import REHEARSED, static_gates
 from stages.rehearsal.isolation import command
 from stages.rehearsal.projection import openings, windows
+from stages.rehearsal.review import review
 from stages.rehearsal.server import HANDED_ON
 from stages.size import survey
 
@@ -467,3 +468,30 @@ def test_a_refusal_of_the_system_is_a_code_of_its_own():
     probe = command("--no-capabilities", command=["/no/such/program"])
     ended = subprocess.run(probe, capture_output=True, text=True, check=False)
     assert (ended.returncode, "No such file" in ended.stderr) == (126, True)
+
+
+@pytest.mark.parametrize(("status", "sha256", "told"), [
+    ("ok", "a" * 64, True), ("found", "a" * 64, True), ("failed", "a" * 64, False), ("ok", "b" * 64, False)])
+def test_every_file_that_was_fetched_has_its_download_in_the_log(tmp_path, status, sha256, told):
+    evidence = submission(tmp_path / "output") / "evidence"
+    for name in ("records", "logs"):
+        (evidence / name).mkdir(parents=True)
+    subject = {"name": "text/train.jsonl", "digest": {"sha256": "a" * 64}}
+    (evidence / "records" / "fetch.json").write_text(json.dumps({"subject": [subject]}))
+    row = {"uri": "hf:text/train.jsonl", "status": status, "sha256": sha256}
+    (evidence / "logs" / "downloads.jsonl").write_text('[]\n{"uri"\n' + json.dumps(row) + "\n")
+    wrong = [one for one in review(survey(tmp_path / "output")) if "tells of no download" in one]
+    assert len(wrong) == (not told)
+    assert all("text/train.jsonl" in one for one in wrong)
+
+
+def test_without_its_log_no_download_is_told_of_and_a_broken_record_is_none(tmp_path):
+    records = submission(tmp_path / "output") / "evidence" / "records"
+    records.mkdir(parents=True)
+    subject = {"name": "text/train.jsonl", "digest": {"sha256": "a" * 64}}
+    (records / "fetch.json").write_text(json.dumps({"subject": [subject]}))
+    wrong = review(survey(tmp_path / "output"))
+    assert any("tells of no download of text/train.jsonl" in one for one in wrong)
+    for broken in ("{", "[]", '{"subject": [1]}'):
+        (records / "fetch.json").write_text(broken)
+        assert "evidence/records/fetch.json is not a record" in review(survey(tmp_path / "output"))

@@ -8,12 +8,14 @@ from typing import Any
 
 from stages.files import sha256_file
 from stages.size import Survey
+from stages.upstream.downloads import DOWNLOADS, files_told
 
 DECLARATION = "architecture.json"
 SUMS = "SHA256SUMS"
 EVIDENCE = "evidence"
 NEEDED_AT_TOP = (DECLARATION, "serve.sh", SUMS)
 STRINGS = ("base_model", "base_revision")
+FETCHED, TOLD = f"{EVIDENCE}/records/fetch.json", f"{EVIDENCE}/logs/{DOWNLOADS}"
 EVIDENCE_LISTS = ("training_evidence_files", "inference_evidence_files")
 
 _SUM = re.compile(r"(?P<digest>[0-9a-f]{64}) [ *](?:\./)?(?P<name>.+)")
@@ -27,7 +29,7 @@ def review(found: Survey) -> list[str]:
     wrong = [f"{name} is missing at the top" for name in NEEDED_AT_TOP if name not in names]
     if DECLARATION in names:
         wrong += _declaration(found, names)
-    return [*wrong, *_sums(found, ""), *_sums(found, f"{EVIDENCE}/")]
+    return [*wrong, *_sums(found, ""), *_sums(found, f"{EVIDENCE}/"), *_downloads(found)]
 
 
 def _declaration(found: Survey, names: set[str]) -> Iterator[str]:
@@ -86,3 +88,20 @@ def _sums(found: Survey, folder: str) -> Iterator[str]:
                 yield f"{name} does not have the sha256 that {sums} lists"
         elif name != sums and not name.startswith(apart):
             yield f"{name} is not listed in {sums}"
+
+
+def _downloads(found: Survey) -> Iterator[str]:
+    """Hold what fetch's record lists to the log of downloads: each file came, or was there, by sha256."""
+    paths = {file.name: file.path for file in found.files}
+    if FETCHED not in paths:
+        return
+    try:
+        subjects = json.loads(paths[FETCHED].read_text(encoding="utf-8"))["subject"]
+        fetched = {subject["name"]: subject["digest"]["sha256"] for subject in subjects}
+    except (ValueError, KeyError, TypeError):
+        yield f"{FETCHED} is not a record"
+        return
+    log = paths[TOLD].read_text(encoding="utf-8", errors="replace") if TOLD in paths else ""
+    told = {sha256 for _, sha256 in files_told(log)}
+    for name in sorted(name for name, digest in fetched.items() if digest not in told):
+        yield f"{TOLD} tells of no download of {name} with the sha256 that {FETCHED} lists"

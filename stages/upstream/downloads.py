@@ -26,7 +26,7 @@ class Downloads:
             text = stream.read()
             if text and not text.endswith("\n"):  # a full disk cut a row off
                 stream.write("\n")
-        self._told = set(_files_told(text))
+        self._told = set(files_told(text))
 
     def succeeded(self, uri: str, revision: str, *, size: int, sha256: str, method: str) -> None:
         """Log a file that came whole and hashed right; `size` in bytes."""
@@ -68,10 +68,10 @@ class Downloads:
             stream.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
-def _files_told(text: str) -> Iterator[tuple[str, str]]:
-    """Yield URI and sha256 of every file that the log has as there; a row that is cut off is passed over."""
+def files_told(text: str) -> Iterator[tuple[str, str]]:
+    """Yield URI and sha256 of every file that a log has as there; a row that is cut off is passed over."""
     for line in text.splitlines():
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, KeyError, TypeError):
             row = json.loads(line)
             if row["status"] != "failed":
                 yield row["uri"], row["sha256"]
