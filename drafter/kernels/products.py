@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 TOKENS = 64      # at most; more are the library's ...
-GATED = 32       # ... or so many where it gates: shared memory holds no more
+GATED_TOKENS = 32  # ... or so many where it gates: shared memory holds no more
 LEAST = 16       # tokens that an instruction takes: fewer are padded
 WIDE = 64        # rows of the weights that a program takes
 DEEP = 128       # of their columns at a time
@@ -71,7 +71,7 @@ def product(x_nd: Tensor, weight_od: Tensor) -> Tensor:
 def gated_product(x_nd: Tensor, gate_up_md: Tensor) -> Tensor | None:
     """Return silu(gate) * up, where gate and up are x by the halves of a matrix; None where it is not fit."""
     width = len(gate_up_md) // 2
-    if not _suited(x_nd, gate_up_md, width, GATED):
+    if not _suited(x_nd, gate_up_md, width, GATED_TOKENS):
         return None
     out_nw = x_nd.new_empty(len(x_nd), width)
     _run(x_nd, gate_up_md, out_nw, width, 1, gated=True)
