@@ -216,7 +216,7 @@ class Trainer:
 
     def log(self) -> list[dict[str, Any]]:
         """Return the lines that are left for reviewers: all evaluations and plans, and about LOGGED steps."""
-        every = -(-self.settings.steps // LOGGED)
+        every = max(1, -(-self.settings.steps // LOGGED))  # there may be no steps at all
         return [line for line in self.lines if line["step"] % every == 0 or not STEP_KEYS.issuperset(line)]
 
     def _log(self, **line: Any) -> None:
