@@ -14,7 +14,7 @@ from drafter.plain import FEW, NewTokens
 from drafter.slots import Lease, Slots
 
 PREFILL_TOKENS = 16_384  # at a time
-SLOT, LENGTH, SIZE, TOKENS = 0, 1, 2, 3  # the lines of what a batch is told
+TOKENS = 3  # lines of what a batch is told before its tokens: slots, lengths and sizes
 
 
 class Drafting:

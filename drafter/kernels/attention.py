@@ -154,7 +154,7 @@ def _attend(qkv, q_weight, k_weight, cosine, sine, keys, values, firsts, sizes, 
     best = tl.full((TILE,), float("-inf"), tl.float32)
     total = tl.zeros((TILE,), tl.float32)
     mixed = tl.zeros((TILE, DIM), tl.float32)
-    # They are read outside the branch, so that nobody waits twice; the other parts read nothing.
+    # New tokens are read outside the branch, so that nobody waits twice; the other parts read nothing.
     fresh = (tl.arange(0, NEW) < size) & (part == 0)
     new_key, new_value = _new(qkv, k_weight, cosine, sine, first, fresh, length, eps, stride_part, kind,
                               HEADS, KV_HEADS, DIM, NEW, NORM, PARTS)
