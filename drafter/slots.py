@@ -1,17 +1,16 @@
 """Slots: the keys and values of past requests, kept so that the next one pays for its new tokens only."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from drafter.config import ModelConfig
-from drafter.plain import Pair
+from drafter.plain import FEW, Pair
 
 PROBED = 16  # leading tokens that are compared first
 
 
-@dataclass(frozen=True)
-class Lease:
+class Lease(NamedTuple):
     """Where a request's known prefix is, and where the request itself goes.
 
     Attributes:
@@ -113,28 +112,34 @@ class Slots:
         self.asked = [0] * len(self.asked)
 
     def _best(self, request: list[int]) -> tuple[int, int]:
-        """Return the slot with the longest common prefix, and its length.
+        """Return the slot that spares a request the most work, and the length of their common prefix.
 
-        What continues a slot's last request is compared first, and mostly the one thing that is: another slot
-        can only match further than the best so far if it agrees on the token just behind that.
+        Mostly that is a slot whose last request this one continues. Where all but a few tokens are known, no
+        other slot can do better: the few run in one pass.
         """
-        end = len(request)
-        likely = [slot for slot, (tokens, size) in enumerate(zip(self.tokens, self.asked, strict=True))
-                  if 0 < size <= end and tokens[size - 1] == request[size - 1]
-                  and tokens[size // 2] == request[size // 2]]  # fmt: skip
-        known = {slot: common_prefix(request, self.tokens[slot], self.asked[slot]) for slot in likely}
-        best = max(known.values(), default=0)
-        for slot, tokens in enumerate(self.tokens):
-            if best < end and best < len(tokens) and tokens[best] == request[best] and slot not in known:
-                known[slot] = common_prefix(request, tokens)
-                best = max(best, known[slot])
-        # Among equal matches the one held in full is preferred: it can be extended in place.
-        whole = [slot for slot in known if 0 < self.asked[slot] <= known[slot] == best]
-        if whole:
-            return whole[0], best
-        equal = [slot for slot, tokens in enumerate(self.tokens)
-                 if (known[slot] == best if slot in known else _begins(tokens, request, best))]  # fmt: skip
-        return min(equal, key=lambda slot: self.asked[slot]), best
+        slot, length = self._continued(request)
+        return (slot, length) if 0 < length >= len(request) - FEW else self._longest(request)
+
+    def _continued(self, request: list[int]) -> tuple[int, int]:
+        """Return the slot that shares most among those whose last request starts this one; 0, 0 for none."""
+        end, best, most = len(request), 0, 0
+        for slot, size in enumerate(self.asked):
+            # The last token tells nearly all others apart, and costs next to nothing.
+            if 0 < size <= end and self.tokens[slot][size - 1] == request[size - 1]:
+                tokens = self.tokens[slot]
+                if tokens[:size] == request[:size]:
+                    length = size + common_prefix(tokens[size:], request[size:])
+                    if length > most:
+                        best, most = slot, length
+        return best, most
+
+    def _longest(self, request: list[int]) -> tuple[int, int]:
+        """Return the slot with the longest common prefix, and its length."""
+        known = [common_prefix(request, tokens) for tokens in self.tokens]
+        most = max(known)
+        equal = [slot for slot, length in enumerate(known) if length == most]
+        # Of equal ones that which is held in full is preferred: it can be extended in place.
+        return min(equal, key=lambda slot: (not 0 < self.asked[slot] <= most, self.asked[slot])), most
 
     @staticmethod
     def _reusable(request: list[int], length: int) -> int:
@@ -142,23 +147,10 @@ class Slots:
         return min(length, len(request) - 1)
 
 
-def _begins(tokens: list[int], request: list[int], length: int) -> bool:
-    """Whether two sequences share their first `length` tokens; one holds as many."""
-    if not length:
-        return True
-    if len(tokens) < length or tokens[length - 1] != request[length - 1]:
-        return False
-    if tokens[length // 2] != request[length // 2]:
-        return False
-    return common_prefix(request, tokens) >= length  # most differ early on; slices would be copied first
-
-
-def common_prefix(left: list[int], right: list[int], likely: int = 0) -> int:
-    """Return how many leading tokens two sequences share; if `likely` are, they are compared once."""
+def common_prefix(left: list[int], right: list[int]) -> int:
+    """Return how many leading tokens two sequences share."""
     size = min(len(left), len(right))
     low, high = 0, min(PROBED, size)
-    if high < likely <= size and left[:high] == right[:high] and left[:likely] == right[:likely]:
-        low, high = likely, min(likely + PROBED, size)
     # Most pairs part soon: the part that is compared doubles until it differs, and is then halved.
     while low < size and left[low:high] == right[low:high]:
         low, high = high, min(2 * high, size)

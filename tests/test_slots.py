@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from drafter.engine import Engine
 from drafter.inference import Inference
-from drafter.plain import NewTokens
+from drafter.plain import FEW, NewTokens
 from drafter.slots import Lease, Slots, common_prefix
 
 DECODER = small_decoder("llama", seed=21)
@@ -29,9 +29,6 @@ def naive_prefix(left: list[int], right: list[int]) -> int:
 def test_common_prefix(shared: list[int], left: list[int], right: list[int]) -> None:
     assert common_prefix(shared + left, shared + right) == naive_prefix(shared + left, shared + right)
     assert common_prefix(shared, shared + right) == len(shared)
-    for likely in (len(shared), len(shared) + 1, 99):
-        found = common_prefix(shared + left, shared + right, likely)
-        assert found == naive_prefix(shared + left, shared + right)
     assert common_prefix([], right) == 0
 
 
@@ -77,7 +74,8 @@ def test_leases_are_sound_and_slots_hold_what_they_say(batches: list[list[list[i
         assert len({lease.target for lease in leases}) == len(requests)
         for request, lease in zip(requests, leases, strict=True):
             best = max(naive_prefix(request, tokens) for tokens in before)
-            assert lease.reused == min(best, len(request) - 1)
+            few = lease.reused and len(request) - lease.reused <= FEW  # which run in one pass in any case
+            assert lease.reused == min(best, len(request) - 1) or few
             assert before[lease.source][: lease.reused] == request[: lease.reused]
             assert slots.tokens[lease.target] == [*request, 0]
             assert slots.asked[lease.target] == len(request)
