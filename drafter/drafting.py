@@ -3,7 +3,9 @@
 On a GPU all of it is one CUDA graph for each size of batch, and the host looks once, at the drafts.
 """
 
+from array import array
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from drafter.plain import FEW, NewTokens
 from drafter.slots import Lease, Slots
 
 PREFILL_TOKENS = 16_384  # at a time
+ALIKE = 16  # tokens: a pass of fewer takes as long
 TOKENS = 3  # lines of what a batch is told before its tokens: slots, lengths and sizes
 
 
@@ -37,8 +40,45 @@ class Drafting:
         self.steps = torch.arange(count * FEW, device=device)
         self.drafts_bc = torch.zeros((count, most), dtype=torch.int64, device=device)
 
-    def begin(self, requests: list[list[int]], leases: list[Lease], count: int) -> None:
-        """Start to draft `count` ids for each request; its slot will hold it and all but the last of them."""
+    def draft(self, requests: list[list[int]], leases: list[Lease], count: int) -> list[list[int]]:
+        """Draft `count` ids for each request; its slot holds it and all but the last of them afterwards."""
+        try:
+            self.slots.settle(leases)
+            self._begin(requests, leases, count)
+            self.slots.note(leases, requests)  # while a GPU works
+            drafts: list[list[int]] = self.drafts_bc[: len(requests), :count].tolist()
+            self.slots.keep(leases, drafts)
+        except BaseException:
+            self.slots.forget()
+            raise
+        return drafts
+
+    def rehearse(self, requests: list[list[int]], count: int) -> None:
+        """Draft for new requests; on a GPU again from graphs, with as many new tokens as these may have.
+
+        Where that differs from the same steps without a graph, graphs are not used from here on.
+
+        Raises:
+            RuntimeError: a draft comes out empty.
+        """
+        leases = self.slots.lease(requests)
+        eager = self.draft(requests, leases, count)  # all but the last token of each is read first
+        if not all(eager):
+            raise RuntimeError("the warm-up gave an empty draft")
+        for new in range(1, FEW + 1):
+            # The last tokens run again over the same cache, so that the same sums are taken.
+            known = [Lease(lease.target, max(0, len(request) - new), lease.target)
+                     for request, lease in zip(requests, leases, strict=True)]  # fmt: skip
+            if new > 1 and self.graphs.enabled:
+                eager = self.draft(requests, known, count)
+            if self.graphs.enabled and self.draft(requests, known, count) != eager:
+                self.graphs.disable(f"drafts of {len(requests)} differ from those made step by step")
+
+    def size(self, rows: int) -> int:
+        """Return how many rows a batch of so many takes."""
+        return min(1 << (rows - 1).bit_length(), len(self.slots.tokens)) if self.static else rows
+
+    def _begin(self, requests: list[list[int]], leases: list[Lease], count: int) -> None:
         lengths = [lease.reused for lease in leases]
         long = [row for row, request in enumerate(requests) if len(request) - lengths[row] > FEW]
         for part in self._portions(long, requests, lengths):
@@ -46,18 +86,10 @@ class Drafting:
         for row in long:
             lengths[row] = len(requests[row]) - 1
         tails = [request[length:] for request, length in zip(requests, lengths, strict=True)]
-        rows, width = self.size(len(requests)), FEW if self.static else max(map(len, tails))
+        rows = self.size(len(requests))
+        width = FEW if self.static and rows * FEW <= ALIKE else max(map(len, tails))
         self._tell([lease.target for lease in leases], lengths, tails)
-        self.graphs.run((rows, count), partial(self._run, rows, width, count))
-
-    def end(self, rows: int, count: int) -> list[list[int]]:
-        """Wait for the drafts that were begun, and return them."""
-        drafts: list[list[int]] = self.drafts_bc[:rows, :count].tolist()
-        return drafts
-
-    def size(self, rows: int) -> int:
-        """Return how many rows a batch of so many takes."""
-        return min(1 << (rows - 1).bit_length(), len(self.slots.tokens)) if self.static else rows
+        self.graphs.run((rows, width, count), partial(self._run, rows, width, count))
 
     def _portions(self, rows: list[int], requests: list[list[int]], lengths: list[int]) -> list[list[int]]:
         """Part rows so that the new tokens of each part are few enough for one prefill."""
@@ -87,8 +119,9 @@ class Drafting:
         """Send a batch to the device, in one copy. Rows beyond it have no new tokens and write nothing."""
         spare = [0] * (len(self.told[0]) - len(slots))
         padded = [tail + [0] * (FEW - len(tail)) for tail in tails]
-        lines = [slots, lengths, [len(tail) for tail in tails], *map(list, zip(*padded, strict=True))]
-        self.told.copy_(torch.tensor([line + spare for line in lines]))
+        lines = (slots, lengths, map(len, tails), *zip(*padded, strict=True))
+        numbers = array("q", chain.from_iterable(chain(line, spare) for line in lines))
+        self.told.copy_(torch.frombuffer(numbers, dtype=torch.int64).view_as(self.told))
 
     def _run(self, rows: int, width: int, count: int) -> None:
         """Draft for what was told: from here on nothing depends on a value, so that a graph can hold it."""

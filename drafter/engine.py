@@ -69,22 +69,13 @@ class Engine:
         if count > self.drafting.most:
             raise ValueError(f"{count} ids to draft, but this engine was made for {self.drafting.most}")
         requests = [self._fitted(request) for request in requests]
-        leases = self.slots.lease(requests)
-        try:
-            self.slots.settle(leases)
-            self.drafting.begin(requests, leases, count)
-            self.slots.note(leases, requests)  # while a GPU works
-            drafts = self.drafting.end(len(requests), count)
-            self.slots.keep(leases, drafts)
-        except BaseException:
-            self.slots.forget()
-            raise
-        return drafts
+        return self.drafting.draft(requests, self.slots.lease(requests), count)
 
+    @torch.inference_mode()
     def warm_up(self, most: int, count: int) -> None:
         """Draft alone and in batches up to `most` requests, so that no request pays for a first time.
 
-        On a GPU that is every size of batch: first step by step, then from the graph that was captured
+        On a GPU that is every shape of a batch: first step by step, then from the graph that was captured
         meanwhile. Where the two differ, graphs are not used from here on, and the log says so.
 
         Raises:
@@ -93,19 +84,13 @@ class Engine:
         if self.slots is None or self.drafting is None:
             raise RuntimeError("this engine was made without slots: it only generates")
         number = random.Random(0)  # noqa: S311 - no secret
-        graphs, longest = self.drafting.graphs, min(WARM_UP_TOKENS, self.context_tokens)
-        # Two tokens would come new the first time, and half cached the second: not the same sums.
+        longest = min(WARM_UP_TOKENS, self.context_tokens)
         shortest = min(FEW + 1, longest)
         sizes = {self.drafting.size(rows) for rows in range(1, most + 1)} if self.static else {1, most}
         for size in sorted(sizes):
             requests = [[number.randrange(self.token_limit) for _ in range(number.randint(shortest, longest))]
                         for _ in range(min(size, most))]  # fmt: skip
-            eager = self.draft(requests, count)
-            if not all(eager):
-                raise RuntimeError("the warm-up gave an empty draft")
-            # Now the prompts' last tokens run again, over the same cache and in the same shape.
-            if graphs.enabled and self.draft(requests, count) != eager:
-                graphs.disable(f"drafts of {len(requests)} differ from those made step by step")
+            self.drafting.rehearse(requests, count)
         self.slots.forget()
 
     def unread(self, request: list[int]) -> int:

@@ -98,6 +98,20 @@ def test_a_step_of_a_replay_runs_one_or_two_new_tokens_a_row(work: Work, static:
     assert work.take() == [2 * rows, *[rows] * (DRAFT - 1)]  # the last token of a whole draft has not run yet
 
 
+def test_a_large_batch_runs_two_tokens_a_row_only_where_one_has_two(work: Work) -> None:
+    """A pass of up to 16 tokens costs the same however many they are; beyond that each row's second does."""
+    engine = engine_of(True, context_tokens=100, slots=16)
+    texts = [[row, *CONVERSATIONS[row % 7][:8]] for row in range(12)]
+    drafts = engine.draft(texts, DRAFT)
+    assert work.take() == [12 * 8, 16, *[16] * (DRAFT - 1)]
+    for accepted, first in ((1, 16), (DRAFT, 32)):
+        texts = [[*text, *draft[:1], 9] for text, draft in zip(texts, drafts, strict=True)]
+        texts[3] = [*texts[3][:-2], *drafts[3][:accepted], 9]
+        drafts = engine.draft(texts, DRAFT)
+        check(ALONE, texts, drafts, DRAFT)
+        assert work.take() == [first, *[16] * (DRAFT - 1)]
+
+
 def test_rows_that_fill_up_a_batch_write_nothing() -> None:
     engine = engine_of(True, context_tokens=CONTEXT, slots=8)
     assert engine.slots is not None
