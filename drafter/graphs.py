@@ -1,8 +1,5 @@
 """CUDA graphs: a step of static shape is recorded once and replayed, so that Python costs nothing."""
 
-# mypy: disable-error-code=no-untyped-call
-
-import ctypes
 import gc
 import logging
 from collections.abc import Callable, Hashable
@@ -10,6 +7,7 @@ from collections.abc import Callable, Hashable
 import torch
 
 from drafter import logs
+from drafter.cuda import Graph
 
 
 class Graphs:
@@ -25,10 +23,10 @@ class Graphs:
 
     def __init__(self, device: torch.device, enabled: bool = True, frugal: bool = False) -> None:
         self.enabled, self.frugal = enabled and device.type == "cuda", frugal
-        self.captured: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self.captured: dict[Hashable, Graph] = {}
         if self.enabled:
-            self.pool = torch.cuda.graph_pool_handle()
-            self.stream = torch.cuda.Stream()
+            self.pool = torch.cuda.MemPool()
+            self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def run(self, key: Hashable, step: Callable[[], None]) -> None:
         """Do a step once. `key` names all that the step's shapes depend on."""
@@ -48,21 +46,12 @@ class Graphs:
         logs.event(logging.WARNING, "CUDA graphs are not used", reason=reason)
 
     def _capture(self, key: Hashable, step: Callable[[], None]) -> None:
-        graph, collecting = torch.cuda.CUDAGraph(), gc.isenabled()
+        collecting = gc.isenabled()
         gc.disable()  # a collection in mid-capture may free what may not be freed there
         try:
             torch.cuda.synchronize()
-            with torch.cuda.stream(self.stream):
-                graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-                try:
-                    step()
-                finally:
-                    graph.capture_end()
-            torch.cuda.synchronize()
-            self.captured[key] = graph
+            self.captured[key] = Graph(step, self.stream, self.pool)
         except RuntimeError as error:
-            # torch ends the process when it takes such a graph apart: it is never given back.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))
             if self.frugal and isinstance(error, torch.cuda.OutOfMemoryError):
                 raise
             self.disable(logs.described(error))  # the step itself was done already

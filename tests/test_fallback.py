@@ -1,15 +1,18 @@
 """Where kernels or graphs fail, plain torch serves and the log says why; tried with stand-ins for both."""
 
 import contextlib
+import gc
 import sys
-from types import ModuleType
+from functools import partial
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from conftest import small_config
 
-from drafter import trial
+from drafter import cuda, trial
 from drafter.graphs import Graphs
+from drafter.limits import DEVICE, Fault
 from drafter.settings import PLAIN
 
 CUDA = torch.device("cuda")
@@ -73,59 +76,108 @@ def test_kernels_are_not_even_tried_where_the_supervisor_says_so(stub, monkeypat
     assert trusted() is None
 
 
-class Graph:
-    """A stand-in for a CUDA graph: replays by a note, and fails where `fault` says so."""
+class Driver:
+    """A stand-in for the CUDA driver: it notes what is called, and refuses what `refused` names."""
 
-    fault: Exception | None = None
-    replayed = 0
+    def __init__(self):
+        self.called, self.refused, self.spoilt = [], {}, False
 
-    def capture_begin(self, **_):
-        if Graph.fault is not None:
-            raise Graph.fault
+    def __getattr__(self, name):
+        return partial(self._call, name)
 
-    def capture_end(self):
-        pass
+    def _call(self, name, *arguments):
+        self.called.append(name)
+        if name == "cuGetErrorString":
+            arguments[1]._obj.value = b"in its own words"
+        if name in self.refused:
+            return self.refused[name]
+        if name == "cuStreamEndCapture" and not self.spoilt:
+            arguments[1]._obj.value = 11
+        if name == "cuGraphInstantiateWithFlags":
+            arguments[0]._obj.value = 12
+        return 0
 
-    def replay(self):
-        Graph.replayed += 1
+    def count(self, name):
+        return self.called.count(name)
 
 
 @pytest.fixture
-def graphs(monkeypatch):
-    """Return a maker of graphs that believe in a GPU."""
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+def driver(monkeypatch):
+    found = Driver()
+    monkeypatch.setattr(cuda, "driver", lambda: found)
+    stream = SimpleNamespace(cuda_stream=7)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
-    monkeypatch.setattr(Graph, "fault", None)
-    monkeypatch.setattr(Graph, "replayed", 0)
-    return lambda **how: Graphs(CUDA, **how)
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "MemPool", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+    return found
 
 
-def test_a_step_is_captured_once_and_replayed(graphs, said):
-    made, ran = graphs(), []
+def test_a_step_is_captured_once_and_replayed(driver, said):
+    made, ran = Graphs(CUDA), []
     for _ in range(3):
         made.run("key", lambda: ran.append(1))
-    assert (len(ran), Graph.replayed) == (2, 2)  # eagerly, and into the graph
+    assert (len(ran), driver.count("cuGraphLaunch")) == (2, 2)  # eagerly, and into the graph
     assert said() == []
+    del made
+    gc.collect()
+    assert driver.count("cuGraphDestroy") == driver.count("cuGraphExecDestroy") == 1
 
 
-@pytest.mark.parametrize("fault", [RuntimeError("not permitted"), torch.cuda.OutOfMemoryError("no memory")])
-def test_after_a_failed_capture_every_step_runs_eagerly(graphs, said, monkeypatch, fault):
-    made, ran = graphs(), []
+@pytest.mark.parametrize("name", ["cuStreamBeginCapture_v2", "cuStreamEndCapture",
+                                  "cuGraphInstantiateWithFlags"])  # fmt: skip
+def test_after_a_refused_capture_every_step_runs_eagerly(driver, said, name):
+    made, ran = Graphs(CUDA), []
     made.run("before", lambda: None)
-    monkeypatch.setattr(Graph, "fault", fault)
+    driver.refused[name] = 900
     for key in ("key", "key", "before"):
         made.run(key, lambda: ran.append(1))
-    assert (len(ran), Graph.replayed, made.enabled) == (3, 0, False)
+    assert driver.count("cuGraphLaunch") == 0 and not made.enabled
+    assert len(ran) == (3 if name == "cuStreamBeginCapture_v2" else 4)  # once more into the recording
+    line, = said()
+    assert line["event"] == "CUDA graphs are not used" and f"in its own words ({name}: 900)" in line["reason"]
+    ended = driver.count("cuGraphDestroy"), driver.count("cuGraphExecDestroy")
+    assert ended == (2 if name == "cuGraphInstantiateWithFlags" else 1, 1)  # nothing is left behind
+
+
+class Step:
+    """A step that fails while it is recorded: the first time it runs eagerly."""
+
+    def __init__(self, error):
+        self.error, self.ran = error, 0
+
+    def __call__(self):
+        self.ran += 1
+        if self.ran == 2:
+            raise self.error
+
+
+@pytest.mark.parametrize("spoilt", [False, True])
+@pytest.mark.parametrize("fault", [RuntimeError("not permitted"), torch.cuda.OutOfMemoryError("no memory")])
+def test_after_a_failed_capture_every_step_runs_eagerly(driver, said, fault, spoilt):
+    made, step = Graphs(CUDA), Step(fault)
+    driver.spoilt = spoilt
+    for _ in range(3):
+        made.run("key", step)
+    assert (step.ran, made.enabled, driver.count("cuGraphLaunch")) == (4, False, 0)
+    assert driver.count("cuStreamEndCapture") == 1 and driver.count("cuGraphDestroy") == int(not spoilt)
     line, = said()
     assert line["event"] == "CUDA graphs are not used" and str(fault) in line["reason"]
 
 
-def test_who_can_do_with_less_memory_is_told_that_it_is_out(graphs, monkeypatch):
-    made = graphs(frugal=True)
-    monkeypatch.setattr(Graph, "fault", torch.cuda.OutOfMemoryError("out of memory"))
+def test_who_can_do_with_less_memory_is_told_that_it_is_out(driver):
+    made, step = Graphs(CUDA, frugal=True), Step(torch.cuda.OutOfMemoryError("out of memory"))
     with pytest.raises(torch.cuda.OutOfMemoryError):
-        made.run("key", lambda: None)
+        made.run("key", step)
     assert made.enabled
+
+
+def test_a_launch_that_the_driver_refuses_is_a_fault_of_the_device(driver):
+    made = Graphs(CUDA)
+    made.run("key", lambda: None)
+    driver.refused["cuGraphLaunch"] = 719
+    with pytest.raises(RuntimeError) as raised:
+        made.run("key", lambda: None)
+    assert Fault.of(raised.value).kind == DEVICE
