@@ -20,8 +20,9 @@ def open_engine(folder: Path, settings: Settings) -> Engine:
     Raises:
         ValueError: the weights or the token limit do not fit; the message names the file.
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if device == "cuda" else getattr(torch, settings.dtype_cpu)
+    # With its number, as tensors there say it: the trial of the kernels is kept by it.
+    device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+    dtype = getattr(torch, settings.dtype_cpu) if device == "cpu" else torch.bfloat16
     started = time.monotonic()
     with ThreadPoolExecutor(1) as beside:  # kernels are compiled while weights are read
         trial = beside.submit(trusted, weights.shape_of(folder / WEIGHTS), dtype, torch.device(device))

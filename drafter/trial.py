@@ -3,7 +3,10 @@
 import logging
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import cache
+from itertools import chain
 from types import ModuleType
 from typing import Any
 
@@ -47,34 +50,45 @@ def trusted(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Mo
 
 def differences(kernels: ModuleType, config: ModelConfig, dtype: torch.dtype,
                 device: torch.device) -> dict[str, float]:
-    """Return by how much each kernel's results differ at most from plain torch's on random numbers."""
-    random = _Random(dtype, device)
+    """Return by how much each kernel's results differ at most from plain torch's on random numbers.
+
+    Nearly all of the time goes to Triton, its assembler and the C compiler, which work side by side.
+    """
+    checks = (_sums, _products, _attentions)
+
+    def run(check: Callable[..., dict[str, float]]) -> dict[str, float]:
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            return check(kernels, config, _Random(dtype, device))
+
+    # Where there is no GPU, Triton's interpreter can do one thing at a time.
+    with ThreadPoolExecutor(len(checks) if device.type == "cuda" else 1) as pool:
+        return dict(chain.from_iterable(found.items() for found in pool.map(run, checks)))
+
+
+def _sums(kernels: ModuleType, config: ModelConfig, random: "_Random") -> dict[str, float]:
     x_nd, branch_nd = random(5, config.hidden_size), random(5, config.hidden_size)
-    weight_d = random(config.hidden_size)
-    heads = _heads(config, random)
+    weight_d, heads = random(config.hidden_size), _heads(config, random)
     qkv_nd = random(5, (config.heads + 2 * config.kv_heads) * config.head_dim)
-    positions_n = torch.arange(5, device=device) * 7
+    positions_n = torch.arange(5, device=random.device) * 7
 
     def both(make: Callable[[Any], Results]) -> float:
         return _difference(make(kernels), make(plain))
 
-    found = {
+    return {
         "norm": both(lambda ops: ops.add_norm(x_nd.clone(), None, weight_d, 1e-5)),
         "sum and norm": both(lambda ops: ops.add_norm(x_nd.clone(), branch_nd, weight_d, 1e-5)),
         "rotation": both(lambda ops: ops.turned(qkv_nd, heads, positions_n)),
     }
+
+
+def _products(kernels: ModuleType, config: ModelConfig, random: "_Random") -> dict[str, float]:
+    found: dict[str, float] = {}
     for rows in FEW_AND_MORE:
-        found |= _products(kernels, random, rows, config.hidden_size)
-    # So many rows that none is split:
-    unsplit = kernels.attention.PROGRAMS // (2 * heads.kv_count * len(ROWS)) + 1
-    for times, how in ((1, "in parts"), (unsplit, "to whole rows")):
-        for parts in {1, kernels.products.parts_of(qkv_nd.shape[1], config.hidden_size)}:
-            name = f"attention {how} from {parts} of a product"
-            found[name] = _difference(*_attention(kernels, heads, random, times, parts))
+        found |= _product(kernels, random, rows, config.hidden_size)
     return found
 
 
-def _products(kernels: ModuleType, random: "_Random", rows: int, size: int) -> dict[str, float]:
+def _product(kernels: ModuleType, random: "_Random", rows: int, size: int) -> dict[str, float]:
     x_nd, weight_dd = random(rows, size), random(size, size) / size**0.5
     even_d = torch.ones_like(x_nd[0])
 
@@ -87,6 +101,18 @@ def _products(kernels: ModuleType, random: "_Random", rows: int, size: int) -> d
 
     return {f"product of {rows}": _difference(summed(kernels), summed(plain)),
             f"gate of {rows}": _difference(gated(kernels), gated(plain))}  # fmt: skip
+
+
+def _attentions(kernels: ModuleType, config: ModelConfig, random: "_Random") -> dict[str, float]:
+    heads, width = _heads(config, random), (config.heads + 2 * config.kv_heads) * config.head_dim
+    # So many rows that none is split:
+    unsplit = kernels.attention.PROGRAMS // (2 * heads.kv_count * len(ROWS)) + 1
+    return {
+        f"attention {how} from {parts} of a product":
+            _difference(*_attention(kernels, heads, random, times, parts))
+        for times, how in ((1, "in parts"), (unsplit, "to whole rows"))
+        for parts in {1, kernels.products.parts_of(width, config.hidden_size)}
+    }
 
 
 def _attention(kernels: ModuleType, heads: Heads, random: "_Random", times: int,
