@@ -69,9 +69,9 @@ class Downloads:
 
 
 def files_told(text: str) -> Iterator[tuple[str, str]]:
-    """Yield URI and sha256 of every file that a log has as there; a row that is cut off is passed over."""
+    """Yield URI and sha256 of every file that a log has as there; what is no whole row is passed over."""
     for line in text.splitlines():
         with contextlib.suppress(ValueError, KeyError, TypeError):
             row = json.loads(line)
-            if row["status"] != "failed":
+            if row["status"] != "failed" and isinstance(row["uri"], str) and isinstance(row["sha256"], str):
                 yield row["uri"], row["sha256"]
