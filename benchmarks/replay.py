@@ -39,13 +39,26 @@ class Load:
 
 
 def sizes(conversations: int, tokens: int, longest: int) -> list[tuple[int, int]]:
-    """Return prompt and continuation lengths: prompts with a median of 200, `tokens` in all to be drafted."""
+    """Return prompt and continuation lengths: prompts with a median of 200, `tokens` in all to be drafted.
+
+    Raises:
+        ValueError: so many tokens do not fit continuations of MOST_TOKENS.
+    """
+    if not conversations <= tokens <= conversations * MOST_TOKENS:
+        raise ValueError(f"{tokens} tokens do not fit {conversations} continuations of up to {MOST_TOKENS}")
     number = random.Random(0)
     low, high = PROMPT_TOKENS[0], min(PROMPT_TOKENS[1], longest)
     prompts = [min(high, max(low, round(number.lognormvariate(5.3, 0.7)))) for _ in range(conversations)]
     wishes = [number.uniform(0.4, 1.6) for _ in prompts]
-    return [(prompt, max(1, min(MOST_TOKENS, round(wish * tokens / sum(wishes)))))
-            for prompt, wish in zip(prompts, wishes, strict=True)]  # fmt: skip
+    lengths = [1] * conversations
+    while left := tokens - sum(lengths):  # what is cut off long ones goes to the others, and so on
+        open_rows = [row for row, length in enumerate(lengths) if length < MOST_TOKENS]
+        share = left / sum(wishes[row] for row in open_rows)
+        for row in open_rows:
+            more = min(left, max(1, int(share * wishes[row])), MOST_TOKENS - lengths[row])
+            lengths[row] += more
+            left -= more
+    return list(zip(prompts, lengths, strict=True))
 
 
 async def replay(port: int, plan: list[tuple[int, int]], vocab: int, in_flight: int, limit_s: float) -> Load:
