@@ -1,6 +1,6 @@
 """Drafting over slots: the new tokens of all requests in one pass, then a pass a drafted token.
 
-On a GPU all of it is one CUDA graph for each size of batch, and the host looks once, at the drafts.
+On a GPU all of it is one CUDA graph for each shape of batch, and the host looks once, at the drafts.
 """
 
 from array import array
@@ -16,7 +16,7 @@ from drafter.plain import FEW, NewTokens
 from drafter.slots import Lease, Slots
 
 PREFILL_TOKENS = 16_384  # at a time
-ALIKE = 16  # tokens: a pass of fewer takes as long
+ALIKE = 16  # tokens: a pass of up to so many takes as long for one
 TOKENS = 3  # lines of what a batch is told before its tokens: slots, lengths and sizes
 
 
@@ -54,9 +54,9 @@ class Drafting:
         return drafts
 
     def rehearse(self, requests: list[list[int]], count: int) -> None:
-        """Draft for new requests; on a GPU again from graphs, with as many new tokens as these may have.
+        """Draft for new requests; on a GPU again, in every shape that batches of their size have.
 
-        Where that differs from the same steps without a graph, graphs are not used from here on.
+        There it is done from graphs, too: where that differs, they are not used from here on.
 
         Raises:
             RuntimeError: a draft comes out empty.
@@ -65,11 +65,13 @@ class Drafting:
         eager = self.draft(requests, leases, count)  # all but the last token of each is read first
         if not all(eager):
             raise RuntimeError("the warm-up gave an empty draft")
-        for new in range(1, FEW + 1):
+        if not self.static:
+            return
+        for new in range(1, 1 + len(self._widths(self.size(len(requests))))):
             # The last tokens run again over the same cache, so that the same sums are taken.
             known = [Lease(lease.target, max(0, len(request) - new), lease.target)
                      for request, lease in zip(requests, leases, strict=True)]  # fmt: skip
-            if new > 1 and self.graphs.enabled:
+            if new > 1:
                 eager = self.draft(requests, known, count)
             if self.graphs.enabled and self.draft(requests, known, count) != eager:
                 self.graphs.disable(f"drafts of {len(requests)} differ from those made step by step")
@@ -77,6 +79,10 @@ class Drafting:
     def size(self, rows: int) -> int:
         """Return how many rows a batch of so many takes."""
         return min(1 << (rows - 1).bit_length(), len(self.slots.tokens)) if self.static else rows
+
+    def _widths(self, rows: int) -> range:
+        """Return the new tokens a row for which the first pass of a batch has a shape."""
+        return range(FEW if self.static and rows * FEW <= ALIKE else 1, FEW + 1)
 
     def _begin(self, requests: list[list[int]], leases: list[Lease], count: int) -> None:
         lengths = [lease.reused for lease in leases]
@@ -87,7 +93,7 @@ class Drafting:
             lengths[row] = len(requests[row]) - 1
         tails = [request[length:] for request, length in zip(requests, lengths, strict=True)]
         rows = self.size(len(requests))
-        width = FEW if self.static and rows * FEW <= ALIKE else max(map(len, tails))
+        width = max(self._widths(rows)[0], *map(len, tails))
         self._tell([lease.target for lease in leases], lengths, tails)
         self.graphs.run((rows, width, count), partial(self._run, rows, width, count))
 

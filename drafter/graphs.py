@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable
 import torch
 
 from drafter import logs
-from drafter.cuda import Graph
+from drafter.cuda import Graph, Memory
 
 
 class Graphs:
@@ -25,7 +25,7 @@ class Graphs:
         self.enabled, self.frugal = enabled and device.type == "cuda", frugal
         self.captured: dict[Hashable, Graph] = {}
         if self.enabled:
-            self.pool = torch.cuda.MemPool()
+            self.memory = Memory()
             self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def run(self, key: Hashable, step: Callable[[], None]) -> None:
@@ -50,7 +50,7 @@ class Graphs:
         gc.disable()  # a collection in mid-capture may free what may not be freed there
         try:
             torch.cuda.synchronize()
-            self.captured[key] = Graph(step, self.stream, self.pool)
+            self.captured[key] = Graph(step, self.stream, self.memory)
         except RuntimeError as error:
             if self.frugal and isinstance(error, torch.cuda.OutOfMemoryError):
                 raise

@@ -25,7 +25,7 @@ class Lease(NamedTuple):
 
 
 class Slots:
-    """A fixed number of cached conversations: the longest common prefix wins, the oldest goes.
+    """A fixed number of cached conversations: the longest common prefix wins (see _best), the oldest goes.
 
     A slot holds a request and the draft that followed it, all but the draft's last token: what is accepted of
     a draft is cached already.
@@ -114,8 +114,8 @@ class Slots:
     def _best(self, request: list[int]) -> tuple[int, int]:
         """Return the slot that spares a request the most work, and the length of their common prefix.
 
-        Mostly that is a slot whose last request this one continues. Where all but a few tokens are known, no
-        other slot can do better: the few run in one pass.
+        Mostly that is a slot whose last request this one continues. Where all but a few tokens are known, the
+        search ends: these run in one pass, and what another slot may know more is not worth it.
         """
         slot, length = self._continued(request)
         return (slot, length) if 0 < length >= len(request) - FEW else self._longest(request)

@@ -129,16 +129,17 @@ def test_a_warm_up_leaves_nothing_behind() -> None:
     assert engine.mode == "plain"
 
 
-def test_graphs_that_differ_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("wrong", [(4, 2), (16, 1), (16, 2)])
+def test_graphs_that_differ_are_not_used(monkeypatch: pytest.MonkeyPatch, wrong: tuple[int, int]) -> None:
     """A graph that replays something else is told by the warm-up, and drafts are made step by step."""
-    engine = engine_of(True, context_tokens=CONTEXT, slots=4)
+    engine = engine_of(True, context_tokens=CONTEXT, slots=16)
     assert engine.drafting is not None
     engine.static, graphs, ran = True, engine.drafting.graphs, set()
     plain = graphs.run
 
-    def run(key: tuple[int, int], step: Callable[[], None]) -> None:
+    def run(key: tuple[int, int, int], step: Callable[[], None]) -> None:
         plain(key, step)
-        if key in ran and graphs.enabled:
+        if key in ran and graphs.enabled and key[:2] == wrong:
             engine.drafting.drafts_bc[0, 1] += 1
         ran.add(key)
 
@@ -146,10 +147,20 @@ def test_graphs_that_differ_are_not_used(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(graphs, "_capture", lambda *_: None)
     monkeypatch.setattr(graphs, "run", run)
     assert engine.mode == "graphs"
-    engine.warm_up(4, DRAFT)
+    engine.warm_up(16, DRAFT)
     assert engine.mode == "plain"
     batch = [text[:9] for text in CONVERSATIONS[:4]]
     check(ALONE, batch, engine.draft(batch, DRAFT), DRAFT)
+
+
+def test_a_warm_up_runs_every_shape_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(True, context_tokens=CONTEXT, slots=16)
+    assert engine.drafting is not None
+    engine.static, keys = True, set()
+    monkeypatch.setattr(engine.drafting.graphs, "run", lambda key, step: (keys.add(key), step()))
+    engine.warm_up(16, DRAFT)
+    shapes = ((1, 2), (2, 2), (4, 2), (8, 2), (16, 1), (16, 2))
+    assert keys == {(*shape, DRAFT) for shape in shapes}
 
 
 @pytest.mark.parametrize("static", [False, True])

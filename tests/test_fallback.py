@@ -76,6 +76,9 @@ def test_kernels_are_not_even_tried_where_the_supervisor_says_so(stub, monkeypat
     assert trusted() is None
 
 
+STREAM, CURRENT, RECORDED, MADE = 7, 8, 11, 12  # handles
+
+
 class Driver:
     """A stand-in for the CUDA driver: it notes what is called, and refuses what `refused` names."""
 
@@ -86,32 +89,39 @@ class Driver:
         return partial(self._call, name)
 
     def _call(self, name, *arguments):
-        self.called.append(name)
+        self.called.append((name, *(one.value for one in arguments if hasattr(one, "value"))))
         if name == "cuGetErrorString":
             arguments[1]._obj.value = b"in its own words"
         if name in self.refused:
             return self.refused[name]
         if name == "cuStreamEndCapture" and not self.spoilt:
-            arguments[1]._obj.value = 11
+            arguments[1]._obj.value = RECORDED
         if name == "cuGraphInstantiateWithFlags":
-            arguments[0]._obj.value = 12
+            arguments[0]._obj.value = MADE
         return 0
 
+    @contextlib.contextmanager
+    def within(self, name, _):
+        self.called.append((name, "entered"))
+        try:
+            yield
+        finally:
+            self.called.append((name, "left"))
+
     def count(self, name):
-        return self.called.count(name)
+        return sum(one == name for one, *_ in self.called)
 
 
 @pytest.fixture
 def driver(monkeypatch):
     found = Driver()
     monkeypatch.setattr(cuda, "driver", lambda: found)
-    stream = SimpleNamespace(cuda_stream=7)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    monkeypatch.setattr(torch.cuda, "MemPool", lambda: None)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "stream", partial(found.within, "stream"))
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", partial(found.within, "pool"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=CURRENT))
+    monkeypatch.setattr(torch.cuda, "MemPool", SimpleNamespace)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: SimpleNamespace(cuda_stream=STREAM, device=CUDA))
     return found
 
 
@@ -119,11 +129,41 @@ def test_a_step_is_captured_once_and_replayed(driver, said):
     made, ran = Graphs(CUDA), []
     for _ in range(3):
         made.run("key", lambda: ran.append(1))
-    assert (len(ran), driver.count("cuGraphLaunch")) == (2, 2)  # eagerly, and into the graph
+    assert len(ran) == 2  # eagerly, and into the graph
     assert said() == []
     del made
     gc.collect()
-    assert driver.count("cuGraphDestroy") == driver.count("cuGraphExecDestroy") == 1
+    assert driver.called == [
+        ("stream", "entered"), ("pool", "entered"), ("cuStreamBeginCapture_v2", STREAM, cuda.THREAD_LOCAL),
+        ("cuStreamEndCapture", STREAM), ("pool", "left"), ("stream", "left"),
+        ("cuGraphInstantiateWithFlags", RECORDED, 0), ("cuGraphDestroy", RECORDED),
+        ("cuGraphLaunch", MADE, CURRENT), ("cuGraphLaunch", MADE, CURRENT), ("cuGraphExecDestroy", MADE),
+    ]  # fmt: skip
+
+
+def test_a_graph_that_outlives_its_driver_is_given_back_to_it(driver, monkeypatch):
+    made = Graphs(CUDA)
+    made.run("key", lambda: None)
+    monkeypatch.setattr(cuda, "driver", lambda: pytest.fail("another driver"))
+    del made
+    gc.collect()
+    assert driver.count("cuGraphExecDestroy") == 1
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_the_memory_of_a_lost_device_is_never_given_back(driver, monkeypatch, lost):
+    """torch would end the process over it."""
+    def synchronize():
+        if lost:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+    kept = []
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(cuda.ctypes.pythonapi, "Py_IncRef", lambda one: kept.append(one.value))
+    memory = cuda.Memory()
+    pool = memory.pool
+    del memory
+    assert kept == ([pool] if lost else [])
 
 
 @pytest.mark.parametrize("name", ["cuStreamBeginCapture_v2", "cuStreamEndCapture",
@@ -163,6 +203,7 @@ def test_after_a_failed_capture_every_step_runs_eagerly(driver, said, fault, spo
         made.run("key", step)
     assert (step.ran, made.enabled, driver.count("cuGraphLaunch")) == (4, False, 0)
     assert driver.count("cuStreamEndCapture") == 1 and driver.count("cuGraphDestroy") == int(not spoilt)
+    assert driver.called[-1] == ("stream", "left")
     line, = said()
     assert line["event"] == "CUDA graphs are not used" and str(fault) in line["reason"]
 
@@ -171,7 +212,23 @@ def test_who_can_do_with_less_memory_is_told_that_it_is_out(driver):
     made, step = Graphs(CUDA, frugal=True), Step(torch.cuda.OutOfMemoryError("out of memory"))
     with pytest.raises(torch.cuda.OutOfMemoryError):
         made.run("key", step)
+    driver.refused["cuGraphInstantiateWithFlags"] = cuda.OUT_OF_MEMORY
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        made.run("key", lambda: None)
     assert made.enabled
+
+
+@pytest.mark.parametrize("error", [OSError("no libcuda.so.1"), AttributeError("no such symbol")])
+def test_without_a_driver_that_can_every_step_runs_eagerly(driver, said, monkeypatch, error):
+    def fail():
+        raise error
+
+    monkeypatch.setattr(cuda, "driver", fail)
+    made, ran = Graphs(CUDA), []
+    for _ in range(2):
+        made.run("key", lambda: ran.append(1))
+    assert (len(ran), made.enabled) == (2, False)
+    assert str(error) in said()[0]["reason"]
 
 
 def test_a_launch_that_the_driver_refuses_is_a_fault_of_the_device(driver):

@@ -480,7 +480,7 @@ def test_every_file_that_was_fetched_has_its_download_in_the_log(tmp_path, statu
     (evidence / "records" / "fetch.json").write_text(json.dumps({"subject": [subject]}))
     row = {"uri": "hf:text/train.jsonl", "status": status, "sha256": sha256}
     rows = [row | {"sha256": [sha256]}, row | {"uri": {}}, row]
-    text = "\n".join(["[]", '{"uri"', *map(json.dumps, rows)])
+    text = "\n".join(["[]", '{"uri"', "[" * 100_000, *map(json.dumps, rows)])
     (evidence / "logs" / "downloads.jsonl").write_text(text + "\n")
     wrong = [one for one in review(survey(tmp_path / "output")) if "tells of no download" in one]
     assert len(wrong) == (not told)

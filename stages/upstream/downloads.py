@@ -71,7 +71,7 @@ class Downloads:
 def files_told(text: str) -> Iterator[tuple[str, str]]:
     """Yield URI and sha256 of every file that a log has as there; what is no whole row is passed over."""
     for line in text.splitlines():
-        with contextlib.suppress(ValueError, KeyError, TypeError):
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
             row = json.loads(line)
             if row["status"] != "failed" and isinstance(row["uri"], str) and isinstance(row["sha256"], str):
                 yield row["uri"], row["sha256"]
