@@ -122,15 +122,14 @@ class Slots:
 
     def _continued(self, request: list[int]) -> tuple[int, int]:
         """Return the slot that shares most among those whose last request starts this one; 0, 0 for none."""
-        end, best, most = len(request), 0, 0
+        end, held, best, most = len(request), self.tokens, 0, 0
         for slot, size in enumerate(self.asked):
             # The last token tells nearly all others apart, and costs next to nothing.
-            if 0 < size <= end and self.tokens[slot][size - 1] == request[size - 1]:
-                tokens = self.tokens[slot]
-                if tokens[:size] == request[:size]:
-                    length = size + common_prefix(tokens[size:], request[size:])
-                    if length > most:
-                        best, most = slot, length
+            if (0 < size <= end and held[slot][size - 1] == request[size - 1]
+                    and held[slot][:size] == request[:size]):  # fmt: skip
+                length = size + common_prefix(held[slot][size:], request[size:])
+                if length > most:
+                    best, most = slot, length
         return best, most
 
     def _longest(self, request: list[int]) -> tuple[int, int]:

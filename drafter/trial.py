@@ -94,7 +94,7 @@ def _products(kernels: ModuleType, config: ModelConfig, random: "_Random") -> di
 
 
 def _product(kernels: ModuleType, random: "_Random", rows: int, size: int) -> dict[str, float]:
-    x_nd, weight_dd = random(rows, size), random(size, size) / (2 * size**0.5)
+    x_nd, weight_dd = random(rows, size), random(size, size) / size**0.5
     product = kernels.product(x_nd, weight_dd)
     whole = product.sum(0) if product.ndim == 3 else product
     return {

@@ -69,12 +69,15 @@ def run(slots: Slots, requests: list[list[int]]) -> list[Lease]:
 def test_leases_are_sound_and_slots_hold_what_they_say(batches: list[list[list[int]]]) -> None:
     slots = made()
     for requests in batches:
-        before = [list(tokens) for tokens in slots.tokens]
+        before, asked = [list(tokens) for tokens in slots.tokens], list(slots.asked)
         leases = run(slots, requests)
         assert len({lease.target for lease in leases}) == len(requests)
         for request, lease in zip(requests, leases, strict=True):
             best = max(naive_prefix(request, tokens) for tokens in before)
-            few = lease.reused and len(request) - lease.reused <= FEW  # which run in one pass in any case
+            own = before[lease.source]
+            assert lease.reused == min(naive_prefix(request, own), len(request) - 1)
+            # Less than the most only where its slot's last request is known, and all but a pass's few.
+            few = 0 < asked[lease.source] <= naive_prefix(request, own) >= len(request) - FEW
             assert lease.reused == min(best, len(request) - 1) or few
             assert before[lease.source][: lease.reused] == request[: lease.reused]
             assert slots.tokens[lease.target] == [*request, 0]
