@@ -40,7 +40,7 @@ def paces(folder: Path) -> list[dict[str, Any]]:
     found = []
     for _, run in sorted(ranks.items()):
         tokens, seconds = int(sum(one[0] for one in run.values())), max(one[1] for one in run.values())
-        found.append({"ranks": len(run), "tokens": tokens, "seconds": round(seconds, 1),
+        found.append({"ranks": len(run), "tokens": tokens, "seconds": round(seconds, 3),
                       "tokens_per_second": round(tokens / seconds)})
     return found
 
