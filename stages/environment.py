@@ -5,6 +5,8 @@
     python3 -m stages.environment --system      make nothing: does this python3 have what stages take?
 """
 
+from __future__ import annotations  # an older Python gets as far as the sentence
+
 import argparse
 import hashlib
 import importlib.util
@@ -63,9 +65,9 @@ def check_system() -> int:
 
 
 def ready(root: Path) -> bool:
-    """Whether .venv was installed to the end from the locks as they are now."""
-    stamp = root / ".venv" / "draftmill-locks"
-    return stamp.is_file() and stamp.read_text(encoding="ascii") == _state(root)
+    """Whether .venv was installed to the end from the locks as they are now, and still has its Python."""
+    stamp, python = (root / ".venv" / name for name in ("draftmill-locks", "bin/python"))
+    return python.exists() and stamp.is_file() and stamp.read_text(encoding="ascii") == _state(root)
 
 
 def make(root: Path) -> None:

@@ -4,6 +4,7 @@ The only stage that meets a network. A file appears under its name in vendor/ on
 sha256 is the one pinned; until then it lies in vendor/.partial/, from where a later run goes on.
 """
 
+import contextlib
 import functools
 import shutil
 import zipfile
@@ -54,7 +55,7 @@ def run(job: Job) -> dict[str, object]:
         brought += _bring_source(job, log, name, source)
     pins = shipped(read_pins(job.root / "lock/serve.txt"))
     brought += _bring_wheels(job, log, pins)
-    shutil.rmtree(job.out / PARTIAL, ignore_errors=True)
+    _sweep(job.out / PARTIAL, *sources, WHEELS)
     _tell_of_all(job, log, sources)
     subjects = [f"{name}/{file.path}" for name, source in sources.items() for file in source.files]
     subjects += [f"{WHEELS}/{path.name}" for path in (job.out / WHEELS).iterdir()]
@@ -66,6 +67,14 @@ def run(job: Job) -> dict[str, object]:
         "brought_bytes": brought,
         "hub_transfer": hub.METHOD,
     }
+
+
+def _sweep(folder: Path, *names: str) -> None:
+    """Remove what is left of these transfers; another profile's may still be going on from its own."""
+    for name in names:
+        shutil.rmtree(folder / name, ignore_errors=True)
+    with contextlib.suppress(OSError):  # it holds another's, or is not there
+        folder.rmdir()
 
 
 def fault_of_file(path: Path, expected: File | Archive) -> str | None:

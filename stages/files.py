@@ -1,5 +1,7 @@
 """Files: digests, atomic writes, canonical JSON."""
 
+from __future__ import annotations  # an older Python gets as far as the sentence
+
 import hashlib
 import json
 import os

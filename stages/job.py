@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from stages.wrapper.redaction import hide_secrets
+from stages.wrapper.redaction import hide_secrets, without_private
 
 Item = TypeVar("Item")
 
@@ -63,7 +63,8 @@ class Job:
         line = {"time": now, "stage": self.stage, "event": kind}
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("a", encoding="utf-8") as stream:
-            stream.write(hide_secrets(json.dumps(line | fields, ensure_ascii=False)) + "\n")
+            line |= without_private(fields, self.root)
+            stream.write(json.dumps(line, ensure_ascii=False) + "\n")
 
     def progress(self, items: Iterable[Item], total: int | None = None, unit: str = "it",
                  start: int = 0) -> Iterator[Item]:

@@ -1,27 +1,26 @@
 """How fast the teacher writes: what each of its runs did, kept beside its shards for the record."""
 
+import contextlib
 import json
 import os
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-from stages.files import read_jsonl
 
 FILE = "pace.jsonl"  # of a work folder; one line for each shard, by whom and when it was written
 
 
 def next_run(folder: Path) -> int:
     """Return the number of a run that begins now: 0 for the first, that of a resumed one is higher."""
-    path = folder / FILE
-    return max((line["run"] for line in read_jsonl(path)), default=-1) + 1 if path.is_file() else 0
+    return max((line["run"] for line in _lines(folder)), default=-1) + 1
 
 
 def note(folder: Path, run: int, shard: str, tokens: int, seconds: float) -> None:
     """Note that this process has written a shard, about to get its name; ranks do so side by side."""
     line = json.dumps({"run": run, "rank": os.getpid(), "shard": shard, "tokens": tokens, "seconds": seconds})
     with (folder / FILE).open("a", encoding="utf-8") as stream:
-        stream.write(line + "\n")
+        stream.write(f"\n{line}\n")  # a full disk may have cut the last one off
 
 
 def paces(folder: Path) -> list[dict[str, Any]]:
@@ -30,8 +29,7 @@ def paces(folder: Path) -> list[dict[str, Any]]:
     Seconds are of generating alone, those of the rank that was longest at it. A shard that a killed run did
     not come to name is of the run that wrote it again.
     """
-    path = folder / FILE
-    lines = {line["shard"]: line for line in read_jsonl(path)} if path.is_file() else {}
+    lines = {line["shard"]: line for line in _lines(folder)}
     ranks: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0, 0.0]))
     for line in lines.values():
         sums = ranks[line["run"]][line["rank"]]
@@ -43,6 +41,17 @@ def paces(folder: Path) -> list[dict[str, Any]]:
         found.append({"ranks": len(run), "tokens": tokens, "seconds": round(seconds, 3),
                       "tokens_per_second": round(tokens / seconds)})
     return found
+
+
+def _lines(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield what was noted, whatever else has come into the file: no shard is written again for its pace."""
+    path = folder / FILE
+    kinds = {"run": int, "rank": int, "shard": str, "tokens": int, "seconds": float}
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+        with contextlib.suppress(ValueError):
+            line = json.loads(text)
+            if isinstance(line, dict) and all(isinstance(line.get(key), kinds[key]) for key in kinds):
+                yield line
 
 
 def told(run: dict[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """pack: the submission: weights, server, wheels, and the evidence of where all of it came from."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -17,7 +18,8 @@ TAKES = (
     "fetch/{target.source}/*", "data/data_manifest.json", "distill/training.jsonl", "qat/drafter.safetensors",
     "wheels",
 )
-FILES = ("serve.sh", "LICENSE", "drafter/**/*.py")
+FILES = ("serve.sh", "LICENSE", "drafter/**/*.py", "lock/sources.toml#{start.source}")
+SHIPPED = FILES[:3]
 LIBRARIES = ("torch", "safetensors")
 PLACE = "output"
 
@@ -39,7 +41,7 @@ def run(job: Job) -> dict[str, object]:
     """
     config = _weights(job)
     _settings(job, config)
-    copy_files(job.root, FILES, job.out)
+    copy_files(job.root, SHIPPED, job.out)
     (job.out / "serve.sh").chmod(0o755)
     shutil.copytree(job.inputs["wheels"], job.out / "wheels")
     _evidence(job)
@@ -47,12 +49,14 @@ def run(job: Job) -> dict[str, object]:
     _sums(job.out / EVIDENCE, files_under(job.out / EVIDENCE))
     payload = [name for name in files_under(job.out) if not name.startswith(f"{EVIDENCE}/")]
     _sums(job.out, payload)
+    for folder, _, _ in os.walk(job.out):  # whoever serves it may be another user, whatever the umask here
+        Path(folder).chmod(0o755)
     return _check_limits(job)
 
 
 def _weights(job: Job) -> ModelConfig:
     path = job.out / "model.safetensors"
-    shutil.copyfile(job.inputs["qat"] / "drafter.safetensors", path)
+    _copy_file(job.inputs["qat"] / "drafter.safetensors", path)
     try:
         config, _ = weights.load(path)
     except ValueError as error:

@@ -175,11 +175,12 @@ def _report(found: Survey, gates: list[Gate], seen: dict[str, Any], what: Rehear
 
 
 def _device(kind: str) -> str:
-    """Return the name of the GPU, or of the processor where none is used."""
+    """Return the name of the GPU, or of the processor where none is used or there."""
     if kind == "cuda":
         import torch  # noqa: PLC0415 (only a GPU's name needs it)
 
-        return str(torch.cuda.get_device_name(0))
+        if torch.cuda.is_available():
+            return str(torch.cuda.get_device_name(0))
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.machine())

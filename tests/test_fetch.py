@@ -232,6 +232,16 @@ def test_a_transfer_that_the_client_resumes_by_itself_is_told_of(
     assert held.transfers("part-5.bin")[-1] == "bytes=1002-"
 
 
+def test_what_another_profile_has_half_brought_stays(tmp_path: Path, held: Upstream):
+    declare(tmp_path, FILES)
+    theirs = tmp_path / "vendor/.partial/their-model/weights.incomplete"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_bytes(b"half")
+    run(tmp_path)
+    assert theirs.read_bytes() == b"half"
+    assert [path.name for path in theirs.parent.parent.iterdir()] == ["their-model"]
+
+
 def test_a_stall_ends_and_a_later_run_goes_on(
     tmp_path: Path, held: Upstream, monkeypatch: pytest.MonkeyPatch
 ):

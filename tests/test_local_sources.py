@@ -61,6 +61,15 @@ def test_local_files_by_hash(tmp_path: Path, kind: str) -> None:
     assert origin["files"] == {f"mine/train.{kind}": one.files[0].sha256}
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_folder_whose_name_looks_like_a_pattern_is_a_folder(tmp_path: Path, kind: str) -> None:
+    root = tmp_path / "my [v2] of 1*?"
+    root.mkdir()
+    write(root, f"mine/train.{kind}")
+    one = local(root, f"mine/train.{kind}", kind)
+    assert len(list(load_kind(kind).rows(one, context_of(root, one)))) == len(RECORDS)
+
+
 @pytest.mark.parametrize(("name", "kind", "spoil", "complaint"), [
     ("mine.jsonl", "jsonl", lambda path: path.unlink(), "mine.jsonl is missing"),
     ("mine.jsonl", "jsonl", lambda path: path.write_text("{}"), "mine.jsonl has sha256 .*the profile pins"),

@@ -1,5 +1,6 @@
 """The Makefile: help, order, paths with spaces, and an environment that repairs itself."""
 
+import ast
 import os
 import re
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from workshop import Workshop
 
+from stages.wrapper.code import code_digests, parse
 from stages.wrapper.declaration import read_declarations
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -137,6 +139,16 @@ def test_a_system_python_without_the_libraries_gets_a_sentence(workshop: Worksho
     assert "Traceback" not in said
 
 
+def test_what_an_older_python_reads_before_the_sentence_suits_it() -> None:
+    for module in code_digests(ROOT, ["stages.environment"]):
+        place = ROOT / module.replace(".", "/")
+        tree = parse(place / "__init__.py" if place.is_dir() else place.with_suffix(".py"))
+        future = any(isinstance(node, ast.ImportFrom) and node.module == "__future__" for node in tree.body)
+        unions = [node for node in ast.walk(tree)
+                  if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr)]
+        assert future or not unions, f"{module}: Python 3.9 has no A | B of types"
+
+
 def test_the_environment_is_made_once_and_repairs_itself(workshop: Workshop) -> None:
     host = {"RUNNER": "host", "PIP_NO_INDEX": "1"}
     workshop.write("lock/dev.txt", "no-such-thing==1.0 --hash=sha256:" + "0" * 64 + "\n")
@@ -147,5 +159,10 @@ def test_the_environment_is_made_once_and_repairs_itself(workshop: Workshop) -> 
     workshop.write("lock/dev.txt", "")
     assert ".venv is ready" in _make(workshop, "install", **host)
     assert _make(workshop, "install", **host) == ""
+    python = workshop.root / ".venv" / "bin" / "python"
+    python.unlink()
+    python.symlink_to("/nowhere/python3.12")  # an upgrade of the system has taken it away
+    assert ".venv is ready" in _make(workshop, "install", **host)
+    assert python.exists()
     workshop.write("lock/dev.txt", "# another state\n")
     workshop.run("--check", module="environment", code=1)

@@ -23,6 +23,17 @@ def test_runs_and_their_ranks_are_told_apart(tmp_path: Path, monkeypatch: pytest
     assert told(found[1]) == "1,500 tokens in 0.5 s, 3,000 a second"
 
 
+def test_a_line_that_a_full_disk_cut_off_costs_only_itself(tmp_path: Path) -> None:
+    note(tmp_path, 0, "a", 100, 1.0)
+    with (tmp_path / "pace.jsonl").open("a") as stream:
+        stream.write('{"run": 0, "rank": 7, "sh')
+    assert next_run(tmp_path) == 1
+    note(tmp_path, 1, "b", 300, 1.0)
+    assert [run["tokens"] for run in paces(tmp_path)] == [100, 300]
+    (tmp_path / "pace.jsonl").write_bytes(b'\xff\n[]\n7\n{"run": "0"}\n')
+    assert (next_run(tmp_path), paces(tmp_path)) == (0, [])
+
+
 def test_a_shard_that_a_killed_run_never_named_counts_where_it_was_written_again(tmp_path: Path) -> None:
     for run, shard in ((0, "a"), (0, "b"), (1, "b")):
         note(tmp_path, run, shard, 100, 1.0)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,10 @@ from stages.bits.views import RoundTripView, fixed_plan
 from stages.files import digest_of, files_under, read_jsonl
 from stages.profile import Qat, load_profile
 from stages.training.trainer import Trainer
+from stages.wrapper.declaration import fill, read_declarations
 from stages.wrapper.record import definition_of, key_of
 
+ROOT = Path(__file__).resolve().parent.parent
 INT4 = Qat(codec="int4", dtype="float32", steps=0, batch_tokens=512, learning_rate=0.1)
 BUILD_STAGES = ("data", "distill", "fetch", "qat", "teacher", "wheels")
 
@@ -113,6 +116,29 @@ def test_nothing_in_the_payload_tells_where_or_when_it_was_made(mill: Mill, outp
     assert [name for name in payload if own in (output / name).read_bytes()] == []
     year = mill.record("pack")["predicate"]["runDetails"]["metadata"]["startedOn"][:10].encode()
     assert [name for name in payload if year in (output / name).read_bytes()] == []
+
+
+def test_whoever_serves_it_can_read_it(mill: Mill, tmp_path: Path) -> None:
+    copy = mill.copy(tmp_path / "copy")
+    copy.forget("pack")
+    before = os.umask(0o077)
+    try:
+        copy.run("pack")
+    finally:
+        os.umask(before)
+    output = copy.folder("pack")
+    folders = [output, *(path for path in output.rglob("*") if path.is_dir())]
+    assert {path.stat().st_mode & 0o777 for path in folders} == {0o755}
+    files = {path: path.stat().st_mode & 0o777 for path in output.rglob("*") if path.is_file()}
+    assert {path.name: mode for path, mode in files.items() if mode != 0o644} == {"serve.sh": 0o755}
+
+
+def test_the_pin_of_another_base_is_part_of_what_pack_is() -> None:
+    declaration = read_declarations(ROOT)["pack"]
+    pins = {name: [file for pattern in declaration.files if "#" in pattern
+                   for file in fill(pattern, load_profile(name, ROOT / "profiles").model_dump(mode="json"))]
+            for name in ("smollm2", "qwen3-8b")}
+    assert pins == {"smollm2": [], "qwen3-8b": ["lock/sources.toml#qwen3-1.7b"]}
 
 
 def test_limits_that_cannot_be_kept_are_refused_with_their_numbers(mill: Mill, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import select
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -174,6 +175,10 @@ def test_a_fault_is_a_sentence_and_its_traceback_is_in_the_log(workshop: Worksho
     events = [json.loads(line) for line in (workshop.root / "logs/toy/data.log").read_text().splitlines()]
     assert [event["event"] for event in events] == ["started", "failed"]
     assert "Traceback" in events[-1]["traceback"]
+    # The log travels with the submission.
+    places = (str(workshop.root), sys.prefix, sys.base_prefix, str(Path.home()))
+    assert [place for place in places if place in json.dumps(events)] == []
+    assert 'File "./stages/data.py"' in events[-1]["traceback"]
 
 
 def test_a_users_mistake_in_a_stage_exits_2(workshop: Workshop) -> None:
@@ -214,6 +219,25 @@ def test_mistakes_on_the_command_line(workshop: Workshop) -> None:
     assert "data has not run: make data" in workshop.run("distill", code=2)
     workshop.replace("stages/data.py", '"fetch/{target.source}/*"', '"fetsh"')
     assert "TAKES names fetsh, which is no stage" in workshop.run("data", code=2)
+
+
+def test_on_a_shared_disk_checkpoints_of_others_stay(workshop: Workshop) -> None:
+    shared = workshop.root.with_name("a shared disk")
+    workshop.write("profiles/toy.toml", f'extends = "smollm2"\n[checkpoints]\nfolder = "{shared}"\n')
+    theirs = shared / "toy" / "distill-0123456789abcdef" / "done.txt"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("drow")
+    workshop.run("all")
+    assert [path for path in shared.rglob("*") if path.is_file()] == [theirs]
+
+
+def test_a_borrowed_python_keeps_the_libraries_that_it_is_told_of(workshop: Workshop) -> None:
+    workshop.write("borrowed/oddity.py", "")
+    workshop.replace("stages/data.py", "import os\n", "import os, oddity\n")
+    where = {"PYTHONPATH": str(workshop.root / "borrowed")}
+    said = workshop.run("data", "--with-upstream", RUNNER="host", code=1, **where)
+    assert "No module named 'oddity'" in said
+    workshop.run("data", RUNNER="system", **where)
 
 
 CANARY = "hf_CANARYcanaryCANARY000"

@@ -28,7 +28,7 @@ class Profile(Section):
 
     name: Name
     device: Literal["cpu", "cuda"]
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     limits: Limits
     target: Target
     fetch: Fetch
@@ -85,6 +85,10 @@ def load_profile(name: str, folder: Path) -> Profile:
     if unknown := [source for source in profile.fetch.sources if source not in pinned]:
         known = ", ".join(sorted(pinned))
         raise UserError(f"{path}: fetch.sources: {SOURCES_FILE} pins no {unknown[0]!r}. It pins: {known}")
+    target = profile.target
+    if target.revision not in (revisions := pinned[target.source].revisions):
+        raise UserError(f"{path}: target.revision: {target.revision!r} is not what {SOURCES_FILE} pins "
+                        f"{target.source} to: {' or '.join(revisions)}")
     return profile
 
 

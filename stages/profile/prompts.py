@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from stages.profile.section import Count, Name, Rate, Section, Share
 from stages.upstream.evaluations import evaluation_at
-from stages.upstream.pinned import Licence
+from stages.upstream.pinned import Licence, RelativePath
 
 Way = Literal["opening", "system", "subject", "beginning", "examples", "follow-up"]  # stages/sources/leads.py
 
@@ -81,7 +81,7 @@ class Data(Section):
     shared_words: Count = 13
     near_duplicate: Rate = 0.8
     near_evaluation: Rate = 0.5
-    decontaminate: tuple[str, ...] = ()
+    decontaminate: tuple[RelativePath, ...] = ()
     category_limits: dict[str, Share] = Field(default_factory=dict)
     sources: tuple[DataSource, ...] = Field(min_length=1)
 

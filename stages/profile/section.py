@@ -12,6 +12,6 @@ Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
 
 
 class Section(BaseModel):
-    """A table of the profile: frozen, and with no key that it does not know."""
+    """A table of the profile: frozen, with no key that it does not know, and no number that JSON has not."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)

@@ -1,8 +1,9 @@
 """The sections on the drafter: what it starts from, and how it is trained and packed."""
 
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from stages.profile.section import Count, Dtype, Name, Rate, Section, Share
 
@@ -74,13 +75,21 @@ class Training(Section):
         return self
 
 
+def _with_home(folder: str) -> str:
+    try:
+        Path(folder).expanduser()
+    except RuntimeError as error:
+        raise ValueError("there is no such home folder here") from error
+    return folder
+
+
 class Checkpoints(Section):
     """Where a killed stage goes on from, and how often a training saves. No part of any key.
 
     On a rented machine `folder` is best a disk that outlives it; empty is build/<profile>/.work.
     """
 
-    folder: str = ""
+    folder: Annotated[str, AfterValidator(_with_home)] = ""
     minutes: Annotated[float, Field(ge=0)] = 5.0
 
 

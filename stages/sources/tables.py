@@ -5,6 +5,7 @@ texts of user and assistant in turn) or `prompt` (the user's text); and, where t
 `family` and `language`. Whatever stands in a cell, only text is taken.
 """
 
+import glob
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,8 +64,8 @@ def _records(source: DataSource, paths: Sequence[Path], reader: str, seed: int
             records = [record for path in paths for record in _talks(path)]
             table = datasets.IterableDataset.from_generator(lambda: iter(records))
         else:
-            table = datasets.load_dataset(reader, data_files=[str(path) for path in paths], split="train",
-                                          streaming=True)
+            files = [glob.escape(str(path)) for path in paths]  # they are taken for patterns
+            table = datasets.load_dataset(reader, data_files=files, split="train", streaming=True)
         yield from table.shuffle(seed=seed, buffer_size=SHUFFLE_ROWS)
     except UNREADABLE as error:
         reason = next(iter(str(error).splitlines()), "there is nothing in it")

@@ -90,6 +90,12 @@ class Source(Entry):
         return self._parts["revision"]
 
     @property
+    def revisions(self) -> list[str]:
+        """What a model in it may be named by: a repository's commit, a package's files by their hashes."""
+        files = [f"sha256:{file.sha256}" for file in self.files]
+        return files if self.kind == "package" else [self.revision]
+
+    @property
     def repo_type(self) -> str:
         """'model' or 'dataset', for hub sources."""
         return self._parts["kind"].removesuffix("s")

@@ -44,9 +44,13 @@ class Shop:
     def work(self, stage: str, key: str) -> Path:
         """The folder of checkpoints that survives a kill, one for each key."""
         folder = Path(self.profile.checkpoints.folder).expanduser()
-        own = self.root / "build" / self.profile.name / ".work"
-        place = own if folder == Path() else self.root / folder / self.profile.name
+        place = self.own_work if folder == Path() else self.root / folder / self.profile.name
         return place / f"{stage}-{key[:16]}"
+
+    @property
+    def own_work(self) -> Path:
+        """Where checkpoints go unless the profile says otherwise."""
+        return self.root / "build" / self.profile.name / ".work"
 
     def servers(self, stage: str) -> dict[str, Any]:
         """What the profile says of the servers that a stage may reach; nothing for one that reaches none."""
@@ -81,16 +85,23 @@ def execute(shop: Shop, stage: str, definition: dict[str, Any], key: str) -> dic
     if not declaration.in_place:
         move_in(out, place)
     write_record(shop.root, shop.profile.name, record)
-    for folder in work.parent.glob(f"{stage}-*"):
-        remove(folder)
+    _sweep(shop, stage, work)
     return facts
+
+
+def _sweep(shop: Shop, stage: str, work: Path) -> None:
+    """Remove what the stage went on from; a disk that checkouts share may hold what others go on from."""
+    remove(work)
+    if work.parent == shop.own_work:
+        for folder in work.parent.glob(f"{stage}-*"):
+            remove(folder)
 
 
 def _work_apart(shop: Shop, declaration: Declaration, definition: dict[str, Any], key: str,
                 out: Path) -> dict[str, Any]:
     """Have the runner carry out the stage function, and return what it reported."""
     stage, log, work = declaration.stage, shop.log(declaration.stage), shop.work(declaration.stage, key)
-    spec_path, result_path = (work.parent / f"{stage}.{kind}.json" for kind in ("spec", "result"))
+    spec_path, result_path = (work.with_name(f"{work.name}.{kind}.json") for kind in ("spec", "result"))
     inputs = {name: shop.place(name) for name in declaration.upstream}
     network, servers = stage == NETWORK_STAGE, shop.servers(stage)
     reach = tuple(servers.get("addresses", ()))

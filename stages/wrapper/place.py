@@ -1,5 +1,7 @@
 """Places: the lock that one process at a time holds, and folders filled beside their place and moved in."""
 
+from __future__ import annotations  # an older Python gets as far as the sentence
+
 import fcntl
 import os
 import shutil

@@ -78,7 +78,10 @@ class Host:
     def run(self, call: Call) -> int:
         """Execute a call with the interpreter that runs now, in a session of its own."""
         command = [sys.executable, *WORKER, str(call.spec), "--parent", str(os.getpid())]
-        child = subprocess.Popen(command, env=dict(call.env), cwd=call.root, start_new_session=True)
+        env = dict(call.env)
+        if self.name == "system" and (path := os.environ.get("PYTHONPATH")):
+            env["PYTHONPATH"] = path  # where a borrowed machine may keep the libraries that it has
+        child = subprocess.Popen(command, env=env, cwd=call.root, start_new_session=True)
         return see_to_its_end(child, child.kill)
 
     def facts(self) -> dict[str, Any]:

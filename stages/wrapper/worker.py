@@ -28,7 +28,7 @@ from stages.job import Job
 from stages.profile import Profile
 from stages.wrapper.confinement import breach, watch_network
 from stages.wrapper.lifeline import die_with
-from stages.wrapper.redaction import hide_secrets
+from stages.wrapper.redaction import hide_secrets, without_private
 from stages.wrapper.unlocked import unlocked
 
 
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         _check_devices(spec["devices"])
         metrics = importlib.import_module(f"stages.{job.stage}").run(job)
         result = {"metrics": metrics, **_seen(job.root, spec["devices"])}
-        write_json(Path(spec["result"]), json.loads(hide_secrets(json.dumps(result, allow_nan=False))))
+        write_json(Path(spec["result"]), without_private(result, job.root))
     except UserError as error:
         job.event("refused", reason=str(error))
         print(hide_secrets(f"draftmill: {job.stage}: {error}"), file=sys.stderr)

@@ -6,7 +6,6 @@ contract stops the run, for what a wrong server wrote is worse than nothing.
 """
 
 import asyncio
-import json
 import os
 import ssl
 from collections.abc import Iterator
@@ -186,8 +185,7 @@ class Fleet:
             told = "untold"
         facts = {"address": server.address, "protocol": self.settings.protocol, "model": self.model,
                  "version": told}
-        hidden: dict[str, Any] = json.loads(hide_secrets(json.dumps(facts)))
-        return hidden
+        return {name: hide_secrets(fact) for name, fact in facts.items()}
 
     async def _body(self, method: str, server: Server, path: str, question: Any = None) -> bytes:
         """Return the body of an answer 200.
