@@ -6,11 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 from drafter.config import ModelConfig
 from drafter.model import Decoder
 
 ROOT = Path(__file__).resolve().parent.parent
+
+# A busy machine may stop any example for a while; what is too slow is a bench's to tell.
+settings.register_profile("draftmill", deadline=None)
+settings.load_profile("draftmill")
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from serving import ROOT, environment, started, write_model
 
+from drafter.server import START_S
+
 INFO = "draftmill_probe-1.0.dist-info"
 WHEEL = "draftmill_probe-1.0-py3-none-any.whl"
 PATH = f"{Path(sys.executable).parent}:/usr/bin:/bin"
@@ -64,9 +66,8 @@ def served(script: Path, log: Path, *arguments: str, **env: str):
 def ended(script: Path, **env: str) -> "subprocess.CompletedProcess[str]":
     """Run a serve.sh that is expected to end by itself."""
     settings = environment(**{"PATH": PATH, "HOST": "127.0.0.1", **env})
-    return subprocess.run(
-        ["bash", str(script)], cwd="/", env=settings, capture_output=True, text=True, timeout=60, check=False
-    )
+    return subprocess.run(["bash", str(script)], cwd="/", env=settings, capture_output=True, text=True,
+                          timeout=START_S, check=False)  # fmt: skip
 
 
 def child(server) -> int:

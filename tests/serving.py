@@ -20,6 +20,7 @@ import torch
 from drafter import weights
 from drafter.config import ModelConfig
 from drafter.model import Decoder
+from drafter.server import START_S
 
 ROOT = Path(__file__).parents[1]
 TOKEN_LIMIT = 500
@@ -97,7 +98,7 @@ class Server:
         """What it logged, the lines that are JSON."""
         return [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
 
-    def wait_until_ready(self, deadline_s: float = 60, starts: int = 1) -> None:
+    def wait_until_ready(self, deadline_s: float = START_S, starts: int = 1) -> None:
         """Wait for the port that it logs and for /health, polling with a deadline."""
         end = time.monotonic() + deadline_s
         while time.monotonic() < end:

@@ -1,6 +1,7 @@
 """Every codec: against references, over awkward matrices, to the byte, and refusing what is damaged."""
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -353,8 +354,8 @@ def test_a_tensor_file_is_what_the_library_reads_and_as_long_as_said(
         shapes: dict, data: st.DataObject) -> None:
     kinds = st.sampled_from([torch.float32, torch.bfloat16, torch.uint8, torch.float8_e4m3fn])
     tensors = {name: torch.zeros(shape, dtype=data.draw(kinds)) for name, shape in shapes.items()}
-    path = Path(f"/tmp/draftmill-{id(shapes)}.safetensors")
-    try:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.safetensors"
         tensorfile.save(tensors, path, {"plan": json.dumps({"é": "\n"})})
         assert path.stat().st_size == tensorfile.size(tensors, {"plan": json.dumps({"é": "\n"})})
         loaded = load_file(path)
@@ -362,5 +363,3 @@ def test_a_tensor_file_is_what_the_library_reads_and_as_long_as_said(
         assert all(loaded[name].shape == one.shape and loaded[name].dtype == one.dtype
                    for name, one in tensors.items())
         save_file(tensors, path)
-    finally:
-        path.unlink(missing_ok=True)

@@ -8,12 +8,15 @@ import signal
 import socket
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
 import pytest
 from outputs import PATH, child, edit, gone, served, write_output
 from serving import answers, environment, free_port, running, write_model
+
+from drafter.server import START_S
 
 FAULTY = Path(__file__).with_name("faulty.py")
 TOO_MUCH = [7, 11, 12, 13]  # as there
@@ -54,7 +57,7 @@ async def post(client, prompt, tries=1):
 
 
 def asking(url):
-    return httpx.AsyncClient(base_url=url, trust_env=False, timeout=60)
+    return httpx.AsyncClient(base_url=url, trust_env=False, timeout=START_S)
 
 
 def drafts_of(url, prompts=PROMPTS):
@@ -94,19 +97,19 @@ def test_a_fault_of_one_step_costs_at_most_its_requests(folder, faults):
 
 
 def test_a_step_that_hangs_is_answered_in_time_seen_and_ends_the_process(folder, faults):
-    with faulty(folder, faults, "app.ANSWER_S = 1", "server.PLAIN_STALL_S = 3") as server:
+    with faulty(folder, faults, "app.ANSWER_S = 4", "server.PLAIN_STALL_S = 20") as server:
         drafts_of(server.url)
         (faults / "hang").touch()
         started = time.monotonic()
         assert drafts_of(server.url) == [[]] * 8
-        assert 1 <= time.monotonic() - started < 2.9
+        assert 4 <= time.monotonic() - started < 20
         assert count_of(server.url, 'drafter_failures_total{kind="timeout"}') == 8
         statuses = [
             httpx.get(f"{server.url}/health{part}", trust_env=False).status_code
             for part in ("", "/ready", "/live")
         ]
         assert statuses == [503, 503, 200]
-        assert server.process.wait(20) == 1
+        assert server.process.wait(60) == 1
         assert "a step of" in server.log.read_text()
 
 
@@ -137,13 +140,13 @@ async def through(server, fault, sound):
         talks = [asyncio.create_task(converse(client, row)) for row in range(8)]
         await asyncio.sleep(0.2)
         fault.touch()
-        await asyncio.wait_for(asyncio.gather(*talks), 60)
+        await asyncio.wait_for(asyncio.gather(*talks), 180)
     assert gone(before)
     return empty
 
 
 def test_faults_that_stick_cost_a_restart_through_which_no_request_fails(output, faults, tmp_path):
-    env = {"TMPDIR": str(tmp_path), "FAULTS": str(faults), "ALTERED": "server.DEAF_S = 2"}
+    env = {"TMPDIR": str(tmp_path), "FAULTS": str(faults), "ALTERED": "server.DEAF_S = 10"}
     with served(output / "serve.sh", tmp_path / "log", **env) as server:
         server.wait_until_ready()
         sound = drafts_of(server.url)
@@ -156,7 +159,7 @@ def test_faults_that_stick_cost_a_restart_through_which_no_request_fails(output,
             "CUDA error: an illegal memory access",
             "LookupError: the batcher's task ends",
             "Fatal Python error: Segmentation fault",
-            "Timeout (0:00:02)!",
+            "Timeout (0:00:10)!",
         ):
             assert words in log
         assert server.stop() == 0
@@ -181,7 +184,9 @@ def test_sigterm_answers_what_was_accepted_and_takes_no_more(output, faults, tmp
                 await asyncio.to_thread(server.wait_for, '"stopping"')
                 with pytest.raises(httpx.ConnectError):
                     while True:
-                        httpx.get(f"{server.url}/health", trust_env=False)
+                        # One that waited to be accepted as the listener closed is dropped.
+                        with suppress(httpx.ReadError, httpx.RemoteProtocolError):
+                            httpx.get(f"{server.url}/health", trust_env=False)
                 (faults / "gate").unlink()
                 return await asyncio.gather(*waiting)
 
@@ -193,7 +198,8 @@ def test_sigterm_answers_what_was_accepted_and_takes_no_more(output, faults, tmp
 
 
 def test_sigterm_while_a_step_hangs_and_a_body_is_half_sent_ends_in_time(output, faults, tmp_path):
-    env = {"TMPDIR": str(tmp_path), "FAULTS": str(faults), "ALTERED": "app.KEEP_ALIVE_S = 1"}
+    altered = "app.KEEP_ALIVE_S = 1\nserver.GRACE_S = 2"
+    env = {"TMPDIR": str(tmp_path), "FAULTS": str(faults), "ALTERED": altered}
     with served(output / "serve.sh", tmp_path / "log", **env) as server:
         server.wait_until_ready()
         host, port = server.url.removeprefix("http://").split(":")
@@ -254,7 +260,7 @@ def test_a_log_that_nobody_reads_holds_up_neither_answers_nor_a_restart(output, 
     """Not even the trace of a server whose event loop stands still, which is written before it ends."""
     url = f"http://127.0.0.1:{(port := str(free_port()))}"
     env = environment(PATH=PATH, HOST="127.0.0.1", PORT=port, TMPDIR=str(tmp_path), FAULTS=str(faults),
-                      ALTERED="server.DEAF_S = 2")  # fmt: skip
+                      ALTERED="server.DEAF_S = 10")  # fmt: skip
     reader, writer = os.pipe()
     fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
     process = subprocess.Popen(["bash", str(output / "serve.sh")], cwd="/", env=env, stderr=writer)

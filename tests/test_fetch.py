@@ -224,7 +224,7 @@ def test_a_transfer_that_the_client_resumes_by_itself_is_told_of(
     tmp_path: Path, held: Upstream, monkeypatch: pytest.MonkeyPatch
 ):
     declare(tmp_path, FILES)
-    monkeypatch.setattr(hub, "IDLE_S", 0.2)
+    monkeypatch.setattr(hub, "IDLE_S", 3.0)
     held.orders["part-5.bin"] = ["stall"]
     run(tmp_path)
     log = [(row["status"], row.get("reason")) for row in rows(tmp_path) if row["uri"].endswith("part-5.bin")]
@@ -246,7 +246,7 @@ def test_a_stall_ends_and_a_later_run_goes_on(
     tmp_path: Path, held: Upstream, monkeypatch: pytest.MonkeyPatch
 ):
     declare(tmp_path, FILES)
-    monkeypatch.setattr(hub, "IDLE_S", 0.2)
+    monkeypatch.setattr(hub, "IDLE_S", 3.0)
     monkeypatch.setattr(hub, "ATTEMPTS", 1)
     held.orders["part-5.bin"] = ["stall", "429:0"]  # silence, and then the client's own resumption is refused
     with pytest.raises(UserError, match=r"Missing still: part-5.bin"):

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -57,21 +58,43 @@ def shards_at(pid: int) -> set[str]:
     return found
 
 
-def stopped_at_a_shard(mill: Mill, pids: list[int]) -> tuple[int, str]:
-    """Stop whichever rank is first found in the midst of a shard: its number, and the shard's name."""
+def wait_until_stopped(pid: int) -> None:
+    """Wait until every thread of a process has been stopped."""
     limit = time.monotonic() + 120
+    threads = Path(f"/proc/{pid}/task")
     while time.monotonic() < limit:
+        with suppress(OSError):  # one may end meanwhile
+            if all("State:\tT" in path.read_text() for path in threads.glob("*/status")):
+                return
+    raise AssertionError("it was never stopped")
+
+
+def caught(mill: Mill) -> tuple["subprocess.Popen[str]", list[int], int, str]:
+    """A teacher at work, its ranks' process ids, and who of them was stopped at which shard."""
+    for _ in range(5):
+        process, pids = started(mill)
+        if found := stopped_at_a_shard(mill, process, pids):
+            return process, pids, *found
+        mill.forget("teacher")  # the machine was busy elsewhere, and it was done meanwhile
+    raise AssertionError("no rank was ever found at a shard")
+
+
+def stopped_at_a_shard(mill: Mill, process: "subprocess.Popen[str]",
+                       pids: list[int]) -> tuple[int, str] | None:
+    """Stop whichever rank is first found in the midst of a shard: its number, and the shard's name."""
+    while process.poll() is None:
         for rank, pid in enumerate(pids):
             if not shards_at(pid):
                 continue
             os.kill(pid, signal.SIGSTOP)
-            time.sleep(0.01)
+            wait_until_stopped(pid)
             own = shards_at(pid) - shards_at(pids[1 - rank])
             if unfinished := [name for name in own if not mill.work("teacher", name)]:
                 return rank, unfinished[0]
             os.kill(pid, signal.SIGCONT)
         time.sleep(0.001)
-    raise AssertionError("no rank was ever found at a shard")
+    assert process.returncode == 0, process.stdout.read()
+    return None
 
 
 def wait_for(what: object, process: "subprocess.Popen[str]") -> None:
@@ -98,8 +121,7 @@ def test_two_ranks_write_what_one_writes_and_no_key_knows_of_them(
 
 def test_a_killed_ranks_shard_is_done_by_the_other_and_no_finished_one_twice(
         copy: Mill, undisturbed: Mill) -> None:
-    process, pids = started(copy)
-    rank, lost = stopped_at_a_shard(copy, pids)
+    process, pids, rank, lost = caught(copy)
     # The other does all the rest, and stands at the claim of the one that is missing; it has looked at that
     # claim before, without waiting.
     rest = set(made(undisturbed)) - {lost}
@@ -115,8 +137,7 @@ def test_a_killed_ranks_shard_is_done_by_the_other_and_no_finished_one_twice(
 
 def test_where_all_are_killed_the_same_command_goes_on(
         copy: Mill, undisturbed: Mill, monkeypatch: pytest.MonkeyPatch) -> None:
-    process, pids = started(copy)
-    _, lost = stopped_at_a_shard(copy, pids)
+    process, pids, _, lost = caught(copy)
     wait_for(lambda: made(copy), process)
     for pid in pids:
         os.kill(pid, signal.SIGKILL)

@@ -26,7 +26,7 @@ from stages.size import survey
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNNER = "host" if reason_against() else ENGINE
-RULES = {"request_timeout_s": 20.0, "start_timeout_s": 60.0}
+RULES = {"request_timeout_s": 20.0, "start_timeout_s": 300.0}
 # What a fault does at the n-th request; appended to the real drafter/app.py.
 FAULTY = '''
 import itertools, os
@@ -118,7 +118,7 @@ def test_the_whole_one_passes(mill: Mill, folder: Path):
     ("drafter/app.py", "\nimport time\ntime.sleep(600)\n",
      {"start_timeout_s": 4}, "start", "/health did not answer 200 within 4 s"),
     ("drafter/app.py", FAULTY.format(fault="if n % 4 == 0: await asyncio.sleep(30)"),
-     {"request_timeout_s": 1}, "failed requests", "late: no answer within 1 s"),
+     {"request_timeout_s": 3}, "failed requests", "late: no answer within 3 s"),
     ("drafter/app.py", FAULTY.format(fault="if n > 3: return raw('<html>')"),
      {}, "failed requests", "answer: not JSON: '<html>'"),
     ("drafter/app.py", FAULTY.format(fault="if n > 9: os.kill(os.getppid(), 15); os._exit(2)"),
@@ -132,7 +132,8 @@ def test_the_whole_one_passes(mill: Mill, folder: Path):
 ], ids=["starts-late", "late", "garbage", "dies", "one-in-ten", "empty", "changes-itself"])
 def test_a_fault_of_the_server(mill: Mill, folder: Path, monkeypatch: pytest.MonkeyPatch, file: str,
                                text: str, rules: dict[str, float], gate: str, sentence: str):
-    monkeypatch.setattr(selfcheck, "STOP_TIMEOUT_S", 5.0)
+    if gate == "start":  # then its end is not judged
+        monkeypatch.setattr(selfcheck, "STOP_TIMEOUT_S", 5.0)
     add(folder, file, text)
     found = failed(rehearse(mill, folder, **rules))
     assert sentence in found.pop(gate)

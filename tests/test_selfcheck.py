@@ -245,7 +245,7 @@ def test_the_network_is_taken_away_where_the_system_lets_it(tmp_path, bench):
     ("fault", "rules", "gates", "sentence"),
     [
         ("never ready", {"start_timeout_s": 0.8}, ["start"], "/health did not answer 200 within 0.8 s"),
-        ("late", {"request_timeout_s": 0.4}, ["failed requests"], "late: no answer within 0.4 s"),
+        ("late", {"request_timeout_s": 3}, ["failed requests"], "late: no answer within 3 s"),
         ("garbage", {}, ["failed requests"], "answer: not JSON: '<html>'"),
         ("dies", {}, ["failed requests", "health after", "stop"], "had ended with code 3"),
         ("one in ten", {}, ["failed requests"], "status: HTTP 500"),
@@ -255,7 +255,8 @@ def test_the_network_is_taken_away_where_the_system_lets_it(tmp_path, bench):
     ],
 )
 def test_a_fault_while_serving(tmp_path, bench, runner, fault, rules, gates, sentence, monkeypatch):
-    monkeypatch.setattr(selfcheck, "STOP_TIMEOUT_S", 3.0)
+    if "start" in gates:  # then its end is not judged
+        monkeypatch.setattr(selfcheck, "STOP_TIMEOUT_S", 3.0)
     report, refused = bench(submission(tmp_path / "output", fault), **rules)
     assert failed(report) == gates
     assert sentence in refused
@@ -279,9 +280,8 @@ def test_a_fault_of_serve_sh(tmp_path, bench, serve, gate_name, sentence, monkey
 
 
 @pytest.mark.parametrize("runner", ["host"])
-def test_a_server_that_outlives_serve_sh(tmp_path, bench, monkeypatch):
+def test_a_server_that_outlives_serve_sh(tmp_path, bench):
     """In a container nothing can."""
-    monkeypatch.setattr(selfcheck, "STOP_TIMEOUT_S", 1.0)
     report, refused = bench(submission(tmp_path / "output", serve=SERVE.removeprefix("exec ") + "echo\n"))
     assert failed(report) == ["stop"]
     assert "1 of its processes were left running" in refused
@@ -448,12 +448,12 @@ def test_it_gives_up_on_a_server_that_is_gone_and_stops_at_the_budget():
     assert gone.gave_up
     assert 100 <= gone.requests < 104
     assert gone.failures["connection"] == gone.requests
-    talks = conversations(2000)  # many times what half a second is enough for
+    talks = conversations(12_000)  # many times what three seconds are enough for
     with serving("") as url:
-        spent = replay_http(talks, url, Terms(in_flight=4, budget_s=0.5))
+        spent = replay_http(talks, url, Terms(in_flight=4, budget_s=3.0))
     assert spent.over_budget
     assert 0 < spent.requests < sum(steps.count for steps in spent.steps)
-    assert sum(steps.tokens for steps in spent.steps) == 2000 * 24
+    assert sum(steps.tokens for steps in spent.steps) == 12_000 * 24
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root has a user to give up")

@@ -251,7 +251,7 @@ def test_neither_ignored_children_nor_a_closed_log_end_it(failing, tmp_path):
     )  # fmt: skip
     os.close(writer)
     try:
-        assert process.wait(30) == 2
+        assert process.wait(60) == 2
     finally:
         process.kill()
 
@@ -347,7 +347,9 @@ def test_a_signal_during_the_installation_leaves_nothing_behind(output, tmp_path
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_during_the_start_ends_it_without_a_word(output, tmp_path, number):
-    with served(output / "serve.sh", tmp_path / "log", TMPDIR=str(tmp_path)) as server:
+    slow = shutil.copytree(output, tmp_path / "slow")
+    edit(slow / "drafter" / "loading.py", "import torch\n", "import torch\n\ntime.sleep(600)\n")
+    with served(slow / "serve.sh", tmp_path / "log", TMPDIR=str(tmp_path)) as server:
         while not child(server) or b"drafter.server" not in command(child(server)):
             assert server.process.poll() is None
         left = child(server)

@@ -341,8 +341,10 @@ def test_a_broken_engine_answers_turns_unready_and_ends_the_process(folder, tmp_
         "    if os.path.exists(os.environ['GATE']): raise RuntimeError('a fault for the test')",
         "    return draft(*arguments)",
         "Engine.draft = broken",
-        "app.ANSWER_S, app.BODY_S = 5.0, 0.3",
-        "server.Limits = functools.partial(server.Limits, probe_s=0.2, broken_s=1.0)",
+        "app.ANSWER_S, app.BODY_S = 20.0, 3.0",
+        # All eight in one step: who comes later waits for the engine, or its end.
+        "server.Limits = functools.partial(server.Limits, linger_s=0.5, linger_most_s=0.5, probe_s=0.2,"
+        " broken_s=15.0)",
     )
     with altered(folder, *lines, GATE=str(gate)) as broken:
         with httpx.Client(base_url=broken.url, trust_env=False, timeout=30) as client:
@@ -353,13 +355,13 @@ def test_a_broken_engine_answers_turns_unready_and_ends_the_process(folder, tmp_
             gate.touch()
             started_s = time.monotonic()
             assert all_at_once(broken.url, [[row] for row in range(8)]) == [[]] * 8
-            assert time.monotonic() - started_s < 1
+            assert time.monotonic() - started_s < 15
             assert client.get("/health").status_code == client.get("/health/ready").status_code == 503
             assert client.get("/health/live").status_code == 200
             text = client.get("/metrics").text
             assert 'drafter_requests_total{outcome="empty"} 8.0' in text
             assert "drafter_empty_drafts_total 8.0" in text
-        assert broken.process.wait(20) == 1
+        assert broken.process.wait(60) == 1
         assert "a fault for the test" in broken.log.read_text()
 
 
