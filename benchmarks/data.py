@@ -6,6 +6,7 @@ The rows go the whole way: words, decontamination, template, tokens, sketches, s
 benchmarks/results/data-DEVICE.json.
 """
 
+import argparse
 import random
 import resource
 import shutil
@@ -50,7 +51,10 @@ def rows(_source: Any, context: Context) -> Iterator[Row]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the stage over so many prompts, and write down what it took."""
-    asked = int((sys.argv[1:] if argv is None else argv)[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.data", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("prompts", type=int, help="how many")
+    asked = parser.parse_args(argv).prompts
     profile = load_profile(PROFILE, ROOT / "profiles")
     source = profile.data.sources[0].model_copy(update={"rows": asked})
     section = profile.data.model_copy(update={"sources": (source,)})

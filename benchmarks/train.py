@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -197,13 +198,18 @@ class Clock(transformers.TrainerCallback):
 
 
 def plain(case: Case, rows: Rows, steps: int, qat: bool) -> dict[str, Any]:
-    """Time the Hugging Face Trainer, with the rows in a batch halved until it fits."""
+    """Time the Hugging Face Trainer, with the rows in a batch halved until it fits: the faster of two runs.
+
+    The first pays for every new length of a batch.
+    """
     count = case.plain_rows
     while count:
         try:
-            return plain_of(case, rows, steps, qat, count) | {"rows_per_batch": count}
+            runs = [plain_of(case, rows, steps, qat, count) for _ in range(2)]
         except torch.OutOfMemoryError:
             count //= 2
+        else:
+            return max(runs, key=itemgetter("tokens_per_s")) | {"rows_per_batch": count}
         clear_all()
     return {"failed": "out of memory with one row"}
 

@@ -70,7 +70,7 @@ class Supervisor:
             if self.told:
                 return code
             been_up = listens(self.listener)
-            if code == 2 and not been_up:
+            if code in (0, 2) and not been_up:  # it has said how it is used, or what must be mended
                 return code
             failures = 1 if time.monotonic() - since >= STEADY_S else failures + 1
             if failures >= FIRST_TRIES and not been_up:

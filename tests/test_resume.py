@@ -151,7 +151,7 @@ def test_another_number_of_steps_starts_anew_on_a_curve_of_its_own(trials: dict[
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_lease_that_ends_is_saved_to_the_step(undisturbed: Mill, tmp_path: Path, number: int) -> None:
+def test_a_stop_is_saved_to_the_step(undisturbed: Mill, tmp_path: Path, number: int) -> None:
     mill = undisturbed.copy(tmp_path / "copy")
     mill.replace("profiles/toy.toml", "minutes = 0", f'minutes = 60\nfolder = "{tmp_path / "disk"}"')
     mill.forget("distill")

@@ -191,6 +191,13 @@ def test_a_server_that_has_been_up_is_started_again_whatever_it_ends_by(output, 
         assert server.stop() == 0
 
 
+def test_it_says_how_it_is_used_and_ends(output, tmp_path):
+    with served(output / "serve.sh", tmp_path / "log", "--help", TMPDIR=str(tmp_path)) as server:
+        assert server.process.wait(60) == 0
+        said = server.log.read_text()
+        assert said.startswith("usage: ") and "--log-level" in said and "again" not in said
+
+
 class Ended(supervisor.Supervisor):
     """A supervisor of servers that end with given codes after given seconds, and of no process."""
 

@@ -78,7 +78,7 @@ class Checkpoints:
         path = self.folder / f"checkpoint-{step:08d}.safetensors"
         partial = path.with_suffix(".partial")
         save_file(tensors, partial, metadata=header)
-        with partial.open("rb") as stream:  # a lease that ends takes what the disk has not got
+        with partial.open("rb") as stream:  # a machine that is taken away takes what the disk has not got
             os.fsync(stream.fileno())
         older = self._paths()
         partial.rename(path)
