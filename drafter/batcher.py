@@ -144,8 +144,9 @@ class Batcher:
 
     def _abandon(self) -> None:
         for pending in self._waiting:
-            self.metrics.failures.labels("stopped").inc()
-            pending.answer([])
+            if not pending.draft.done():
+                self.metrics.failures.labels("stopped").inc()
+                pending.answer([])
 
     async def _gather(self) -> list[_Pending]:
         """Wait for requests and take up to a batch of them; none if all of them left meanwhile."""

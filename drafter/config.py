@@ -7,6 +7,8 @@ from typing import Any
 # Features of other Llama and Qwen3 configs that this decoder lacks, each with the value that means without.
 PLAIN = {"attention_bias": False, "mlp_bias": False, "use_sliding_window": False, "hidden_act": "silu"}
 
+MOST = 2**31  # of any of its numbers
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -33,7 +35,7 @@ class ModelConfig:
         """Read what `to_json` wrote.
 
         Raises:
-            ValueError: a key is missing, unknown or of the wrong type.
+            ValueError: a key is missing, unknown, of the wrong type or no positive number.
         """
         values = json.loads(text)
         known = {field.name: field.type for field in fields(cls)}
@@ -44,6 +46,8 @@ class ModelConfig:
                 values[name] = float(values[name])
             if type(values[name]) is not kind:
                 raise ValueError(f"model config: {name} is {values[name]!r}, which is no {kind}")
+            if kind is not bool and not 0 < values[name] < MOST:
+                raise ValueError(f"model config: {name} is {values[name]!r}; expected a positive number")
         return cls(**values)
 
     @classmethod

@@ -1,13 +1,18 @@
 """How many connections there may be: so many that no client misses one, few enough to have files for all."""
 
+import logging
 import resource
+import time
 from typing import Any
 
 from sanic.http import Stage
 from sanic.server.protocols.http_protocol import HttpProtocol
 
+from drafter import logs
+
 BACKLOG = 256  # that may come at once, or wait while no server listens: as many as requests in flight
 MOST = 4096
+FEW = 64  # twice what the contract asks for at once
 OTHER_FILES = 600  # of the process, and twice the backlog: one too many is closed a moment after it came
 
 
@@ -17,7 +22,11 @@ def bound() -> int:
     if hard == resource.RLIM_INFINITY:
         hard = MOST + OTHER_FILES
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, MOST + OTHER_FILES)), hard))
-    return max(1, min(MOST, hard - OTHER_FILES))
+    found = max(1, min(MOST, hard - OTHER_FILES))
+    if found < FEW:
+        logs.event(logging.WARNING, "few connections", most=found,
+                   reason=f"this process may open {hard} files; allow it {FEW + OTHER_FILES} (ulimit -n)")
+    return found
 
 
 class Connection(HttpProtocol):
@@ -31,6 +40,7 @@ class Connection(HttpProtocol):
     def connection_made(self, transport: Any) -> None:
         """Be open, and make room."""
         super().connection_made(transport)  # type: ignore[no-untyped-call]
+        self._time = time.monotonic()  # or it would be taken for the longest silent before it is first read
         if len(self.connections) > self.app.config.MOST_CONNECTIONS:
             waiting = [one for one in self.connections if one is not self and _waits(one)]
             longest: Any = min(waiting, key=_last_heard, default=self)

@@ -62,12 +62,12 @@ class Engine:
             count: ids to draft.
 
         Raises:
-            ValueError: there are more requests than slots, or the drafts are to be longer than the longest.
+            ValueError: there are more requests than slots, or the drafts are to be empty or too long.
         """
         if self.slots is None or self.drafting is None:
             raise RuntimeError("this engine was made without slots: it only generates")
-        if count > self.drafting.most:
-            raise ValueError(f"{count} ids to draft, but this engine was made for {self.drafting.most}")
+        if not 1 <= count <= self.drafting.most:
+            raise ValueError(f"{count} ids to draft, but this engine was made for 1 to {self.drafting.most}")
         requests = [self._fitted(request) for request in requests]
         return self.drafting.draft(requests, self.slots.lease(requests), count)
 

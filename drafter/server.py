@@ -45,6 +45,10 @@ PLAIN_STALL_S = 200.0  # ... but plain torch may have a long prompt to read
 PLAIN_NEW_TOKENS = 8_192  # and reads only so many in one step: 256 for each of 32 conversations that begin
 
 
+class RefusalError(Exception):
+    """It cannot be served as it is; says what is to be mended."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until told to stop; see the module's head for the exit codes."""
     parser = argparse.ArgumentParser(
@@ -62,21 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in TOLD:  # until the loop takes over
         signal.signal(number, _leave)
     try:
-        address = Address.from_environment(os.environ)
-        listener = bind(address) if arguments.listener is None else socket.socket(fileno=arguments.listener)
-        settings = Settings.read(arguments.weights)
-        require(arguments.weights / WEIGHTS)
-        # The weights have sums by tensor, too; those of whole files are taken beside.
-        with ThreadPoolExecutor(1) as beside:
-            summed = beside.submit(Sums.check, arguments.weights)
-            # Importing torch takes seconds; a taken port or a missing file need not wait for it.
-            from drafter import loading  # noqa: PLC0415
-
-            engine = loading.open_engine(arguments.weights, settings)
-        sums = summed.result()
-        loading.warm_up(engine, settings)
-        return asyncio.run(serve(engine, settings, address, sums, listener))
-    except (ValueError, OSError, ImportError) as error:
+        return _run(arguments.weights, arguments.listener)
+    except RefusalError as error:
         logs.tell(f"drafter: {error}")
         return 2
     except Exception as error:
@@ -84,6 +75,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def _run(folder: Path, handle: int | None) -> int:
+    try:
+        address = Address.from_environment(os.environ)
+        listener = bind(address) if handle is None else socket.socket(fileno=handle)
+        settings = Settings.read(folder)
+        require(folder / WEIGHTS)
+        # The weights have sums by tensor, too; those of whole files are taken beside.
+        with ThreadPoolExecutor(1) as beside:
+            summed = beside.submit(Sums.check, folder)
+            # Importing torch takes seconds; a taken port or a missing file need not wait for it.
+            from drafter import loading  # noqa: PLC0415
+
+            engine = loading.open_engine(folder, settings)
+        sums = summed.result()
+    except (ValueError, OSError, ImportError) as error:
+        raise RefusalError(str(error)) from error
+    loading.warm_up(engine, settings)  # what fails from here on may go well without kernels
+    return asyncio.run(serve(engine, settings, address, sums, listener))
 
 
 def _leave(_number: int, _frame: object) -> NoReturn:
@@ -162,7 +173,7 @@ async def _listen(service: Service, address: Address, listener: socket.socket) -
         await server.start_serving()
         return server
     except OSError as error:  # two servers may bind; only one may listen
-        raise no_listener(address, error) from error
+        raise RefusalError(str(no_listener(address, error))) from error
 
 
 async def _drain(server: Any, patience_s: float) -> None:

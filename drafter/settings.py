@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from drafter import logs
+from drafter.config import MOST
 
 WEIGHTS = "model.safetensors"
 SERVING = "serving.json"
@@ -45,7 +46,7 @@ class Settings:
             if field.name == "dtype_cpu":
                 if value not in DTYPES:
                     raise ValueError(f"dtype_cpu is {value!r}; allowed are {' and '.join(DTYPES)}")
-            elif type(value) is not int or value < (field.name != "slots"):
+            elif type(value) is not int or not (field.name != "slots") <= value < MOST:
                 raise ValueError(f"{field.name} is {value!r}; it must be a positive integer")
         if 0 < self.slots < self.max_batch:
             raise ValueError(f"slots is {self.slots}; it must be 0 or at least max_batch ({self.max_batch})")
@@ -62,7 +63,7 @@ class Settings:
             values = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ValueError(f"{path} is missing; `make pack` writes it") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ValueError(f"{path} cannot be read as JSON: {error}") from None
         known = {field.name for field in fields(cls)}
         if not isinstance(values, dict) or not {"token_limit"} <= set(values) <= known:

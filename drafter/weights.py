@@ -23,6 +23,7 @@ from drafter import codecs, tensorfile, threads
 from drafter.codecs import Decoding, Parts, Placed, Settings
 from drafter.codecs.zstd import to_bytes
 from drafter.config import ModelConfig
+from drafter.limits import MEMORY, Fault
 
 Plan = dict[str, Settings]
 Side = Mapping[str, Parts]
@@ -134,6 +135,7 @@ def load(path: Path, device: str = "cpu", dtype: torch.dtype = torch.float32) ->
     Raises:
         ValueError: the file is missing, damaged or does not hold what its header says; the message names the
             file and, where it can, the tensor.
+        MemoryError: the host has none left.
     """
     try:
         with safe_open(path, framework="pt") as stored:
@@ -189,7 +191,7 @@ def read_header(path: Path, fields: dict[str, str] | None) -> tuple[ModelConfig,
         if not isinstance(sums, dict):
             raise ValueError("its sums are no table")
         return ModelConfig.from_json(header["config"]), plan, sums
-    except (KeyError, ValueError, AttributeError) as error:
+    except (KeyError, ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: its header is not a packed drafter's ({error})") from error
 
 
@@ -298,7 +300,7 @@ class _Loader:
 
     @contextmanager
     def _telling(self, name: str, settings: Settings) -> Iterator[None]:
-        """Name the tensor that is damaged; a fault of the device says nothing about the file."""
+        """Name the tensor that is damaged; a fault of the device, or of memory, says nothing of the file."""
         try:
             yield
         except DEVICE:
@@ -306,5 +308,7 @@ class _Loader:
         except DAMAGE as error:
             if str(error).startswith(str(self.path)):
                 raise
+            if Fault.of(error).kind == MEMORY:
+                raise MemoryError(f"tensor {name}: {error}") from error
             told = f"tensor {name} does not decode as {settings['codec']}: {error}"
             raise ValueError(f"{self.path}: {told}") from error

@@ -4,6 +4,7 @@ Tests run it as they would run drafter.server; nothing of it is in the product. 
 `server.DEAF_S = 2`; a server that is to do without kernels has all the time to start.
 """
 
+import errno
 import os
 import re
 import signal
@@ -63,9 +64,11 @@ class Faults:
         return self.draft(engine, requests, count)
 
     def warmed_up(self, *arguments):
-        """loading.warm_up, or a kernel that never ends."""
+        """loading.warm_up, or a kernel that never ends, or has no room to be compiled in."""
         if asked("stuck") and not os.environ.get(PLAIN):
             time.sleep(1000)
+        if asked("full") and not os.environ.get(PLAIN):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self.warm_up(*arguments)
 
     async def gathered(self, batcher):

@@ -137,6 +137,13 @@ def test_long_prompts_take_turns_and_short_ones_do_not_wait_behind_them():
     assert batches_of(requests, Limits(draft_tokens=4, max_batch=8)) == [requests]
 
 
+def test_who_was_passed_over_comes_first_in_the_next_step():
+    longest, second, short = [1] * 90, [2] * 80, [[row] * 3 for row in range(4, 7)]
+    limits = Limits(draft_tokens=4, max_batch=2, new_tokens=100)
+    turns = [[longest, short[0]], [second, short[1]], [short[2]]]
+    assert batches_of([longest, second, *short], limits) == turns
+
+
 def test_what_was_read_before_is_no_reason_to_take_turns():
     talks = [[row] * 200 for row in range(32)]
     limits = Limits(draft_tokens=4, new_tokens=32 * 17)
@@ -307,7 +314,8 @@ def test_a_fault_that_lasts_is_answered_at_once_seen_and_given_up(capfd):
     assert events == ["step failed", "given up"]
 
 
-def test_an_engine_that_recovers_is_ready_again_without_a_request():
+@pytest.mark.parametrize(("seconds", "rounds"), [(60, 2), (0, 5)])
+def test_an_engine_that_recovers_is_ready_again_without_a_request(seconds, rounds):
     def broken_for_a_while(model, requests):
         if len(model.batches) < 5:
             raising(model, requests)
@@ -319,7 +327,39 @@ def test_an_engine_that_recovers_is_ready_again_without_a_request():
         assert batcher.ready(50)
         assert model.batches == [[[1]], [PROBE], [PROBE], [PROBE], [PROBE], [[2]]]
 
-    trial(scenario, broken_for_a_while, Limits(draft_tokens=4, probe_s=0.01, broken_s=60))
+    limits = Limits(draft_tokens=4, probe_s=0.01, broken_s=seconds, broken_rounds=rounds)
+    trial(scenario, broken_for_a_while, limits)
+
+
+def test_clients_that_leave_do_not_make_an_engine_look_barren():
+    async def scenario(model, batcher):
+        for step in range(1, 4):
+            model.gate.clear()
+            left = asyncio.create_task(batcher.submit([1], 10))
+            await until(lambda step=step: len(model.batches) == step)
+            left.cancel()
+            model.gate.set()
+            await until(lambda: not batcher.busy)
+        assert await batcher.submit([2], 10) == expected([2])
+
+    trial(scenario, limits=replace(QUICK, barren=2))
+
+
+def test_what_is_left_at_the_end_is_counted_once():
+    async def run():
+        model = Model()
+        batcher = Batcher(model.draft, QUICK, Metrics())
+        batcher.start()
+        model.gate.clear()
+        waiting = [asyncio.create_task(batcher.submit([row], 10)) for row in range(3)]
+        await until(lambda: model.batches)
+        batcher.stop()
+        await until(lambda: not batcher.alive)
+        assert await asyncio.gather(*waiting) == [[]] * 3
+        assert count_of(batcher.metrics, "drafter_failures_total", kind="stopped") == 3
+        model.gate.set()
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("answer", [[], None, [[1], [2]]])

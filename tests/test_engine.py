@@ -295,8 +295,9 @@ def test_more_requests_than_slots_is_the_callers_mistake() -> None:
     with pytest.raises(ValueError, match="slots"):
         engine.draft([[1], [2], [3]], 1)
     check(ALONE, [[1], [2]], engine.draft([[1], [2]], DRAFT), DRAFT)
-    with pytest.raises(ValueError, match="17 ids to draft, but this engine was made for 16"):
-        engine.draft([[1]], 17)
+    for count in (17, 0, -1):
+        with pytest.raises(ValueError, match=f"{count} ids to draft, but this engine was made for 1 to 16"):
+            engine.draft([[1]], count)
 
 
 def test_no_prefill_is_larger_than_it_may_be(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:

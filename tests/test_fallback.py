@@ -83,7 +83,7 @@ class Driver:
     """A stand-in for the CUDA driver: it notes what is called, and refuses what `refused` names."""
 
     def __init__(self):
-        self.called, self.refused, self.spoilt = [], {}, False
+        self.called, self.refused, self.spoilt, self.pools = [], {}, False, 0
 
     def __getattr__(self, name):
         return partial(self._call, name)
@@ -108,6 +108,10 @@ class Driver:
         finally:
             self.called.append((name, "left"))
 
+    def pool(self):
+        self.pools += 1
+        return SimpleNamespace()
+
     def count(self, name):
         return sum(one == name for one, *_ in self.called)
 
@@ -116,29 +120,38 @@ class Driver:
 def driver(monkeypatch):
     found = Driver()
     monkeypatch.setattr(cuda, "driver", lambda: found)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: found.called.append(("synchronize",)))
     monkeypatch.setattr(torch.cuda, "stream", partial(found.within, "stream"))
     monkeypatch.setattr(torch.cuda, "use_mem_pool", partial(found.within, "pool"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=CURRENT))
-    monkeypatch.setattr(torch.cuda, "MemPool", SimpleNamespace)
+    monkeypatch.setattr(torch.cuda, "MemPool", found.pool)
     monkeypatch.setattr(torch.cuda, "Stream", lambda: SimpleNamespace(cuda_stream=STREAM, device=CUDA))
     return found
 
 
 def test_a_step_is_captured_once_and_replayed(driver, said):
-    made, ran = Graphs(CUDA), []
+    made, collecting = Graphs(CUDA), []
     for _ in range(3):
-        made.run("key", lambda: ran.append(1))
-    assert len(ran) == 2  # eagerly, and into the graph
+        made.run("key", lambda: collecting.append(gc.isenabled()))
+    assert collecting == [True, False]  # eagerly, and into the graph
+    assert gc.isenabled()
     assert said() == []
     del made
     gc.collect()
-    assert driver.called == [
-        ("stream", "entered"), ("pool", "entered"), ("cuStreamBeginCapture_v2", STREAM, cuda.THREAD_LOCAL),
+    assert driver.called[-1] == ("synchronize",)  # before its memory is given back
+    assert driver.called[:-1] == [
+        ("synchronize",), ("stream", "entered"), ("pool", "entered"), ("cuStreamBeginCapture_v2", STREAM, 1),
         ("cuStreamEndCapture", STREAM), ("pool", "left"), ("stream", "left"),
         ("cuGraphInstantiateWithFlags", RECORDED, 0), ("cuGraphDestroy", RECORDED),
         ("cuGraphLaunch", MADE, CURRENT), ("cuGraphLaunch", MADE, CURRENT), ("cuGraphExecDestroy", MADE),
     ]  # fmt: skip
+
+
+def test_graphs_of_one_kind_share_their_memory(driver):
+    made = Graphs(CUDA)
+    for key in "abc":
+        made.run(key, lambda: None)
+    assert (len(made.captured), driver.pools) == (3, 1)
 
 
 def test_a_graph_that_outlives_its_driver_is_given_back_to_it(driver, monkeypatch):

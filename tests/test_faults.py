@@ -256,6 +256,16 @@ def test_a_start_that_hangs_is_ended_and_the_next_does_without_kernels(output, f
         assert server.stop() == 0
 
 
+def test_a_start_whose_kernels_find_no_room_is_followed_by_one_without(output, faults, tmp_path):
+    (faults / "full").touch()
+    with served(output / "serve.sh", tmp_path / "log", TMPDIR=str(tmp_path), FAULTS=str(faults)) as server:
+        server.wait_until_ready()
+        said = server.log.read_text()
+        assert "No space left on device" in said
+        assert "with code 1; starting it again in 0 s, without kernels and graphs" in said
+        assert server.stop() == 0
+
+
 def test_a_log_that_nobody_reads_holds_up_neither_answers_nor_a_restart(output, faults, tmp_path):
     """Not even the trace of a server whose event loop stands still, which is written before it ends."""
     url = f"http://127.0.0.1:{(port := str(free_port()))}"

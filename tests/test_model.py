@@ -125,7 +125,11 @@ def test_config_survives_json() -> None:
     ["[]", "{}", "null", "not json", small_config().to_json().replace('"layers": 2', '"layers": "2"'),
      small_config().to_json().replace('"layers": 2', '"layers": true'),
      small_config().to_json().replace('"layers"', '"depth"'),
-     small_config().to_json().replace("}", ', "more": 1}')],
+     small_config().to_json().replace("}", ', "more": 1}'),
+     small_config().to_json().replace('"heads": 4', '"heads": -4'),
+     small_config().to_json().replace('"hidden_size": 64', f'"hidden_size": {2**62}'),
+     small_config().to_json().replace('"rms_eps": 1e-06', '"rms_eps": NaN'),
+     small_config().to_json().replace('"rope_theta": 10000.0', '"rope_theta": Infinity')],
 )  # fmt: skip
 def test_a_config_of_another_form_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"config|Expecting"):

@@ -20,6 +20,7 @@ from serving import (
     failed,
     figures,
     free_port,
+    post,
     running,
     write_model,
     write_sums,
@@ -436,6 +437,31 @@ def test_idle_connections_beyond_what_there_are_files_for_make_room(folder):
         assert few.stop() == 0
 
 
+def test_a_burst_of_clients_takes_the_place_of_silent_connections_and_not_of_each_other(folder):
+    lines = (
+        "import resource",
+        "from drafter import connections",
+        "connections.BACKLOG, connections.OTHER_FILES = 64, 180",
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 220))",
+    )
+    with altered(folder, *lines) as few:
+        warning, = (event for event in few.events() if event["event"] == "few connections")
+        assert warning["most"] == 40 and "this process may open 220 files; allow it 244" in warning["reason"]
+        host, port = few.url.removeprefix("http://").split(":")
+        silent = [socket.create_connection((host, int(port)), timeout=10) for _ in range(45)]
+        for _ in range(3):
+            burst = [socket.create_connection((host, int(port)), timeout=10) for _ in range(32)]
+            for client in burst:
+                client.sendall(post(body([1, 2, 3]), "Connection: close"))
+            answers = [client.makefile("rb").read() for client in burst]
+            assert [answer.startswith(b"HTTP/1.1 200") for answer in answers] == [True] * 32
+            for client in burst:
+                client.close()
+        for connection in silent:
+            connection.close()
+        assert few.stop() == 0
+
+
 def test_long_prompts_that_begin_together_take_turns_and_go_on_together(folder):
     texts = [[*range(row, row + 70)] for row in range(0, 400, 25)]
     with altered(folder, "server.PLAIN_NEW_TOKENS = 150") as held:
@@ -544,11 +570,18 @@ def test_damaged_weights_are_named(ended):
         ({"draft_token": 16}, "must hold token_limit"),
         ({"token_limit": 513}, "there are 512 embeddings"),
         ({"slots": 8}, "at least max_batch"),
+        ({"slots": 10**20}, f"slots is {10**20}"),
+        ({"context_tokens": 10**30}, f"context_tokens is {10**30}"),
     ],
 )
 def test_impossible_settings_are_named(ended, changes, sentence):
     code, said = ended(serving_with(**changes))
     assert code == 2 and sentence in said
+
+
+def test_settings_nested_too_deeply_are_named(ended):
+    code, said = ended(lambda copy: (copy / "serving.json").write_text(100_000 * "["))
+    assert code == 2 and "serving.json cannot be read as JSON" in said
 
 
 @pytest.mark.parametrize(

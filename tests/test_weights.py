@@ -51,6 +51,23 @@ def refused(path: Path, *words: str) -> str:
     return message
 
 
+def test_a_host_without_memory_is_no_damage(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*_: object) -> torch.Tensor:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(weights, "empty", none_left)
+    with pytest.raises(MemoryError, match=r"tensor \S+: .*can't allocate memory"):
+        weights.load(packed)
+
+
+@pytest.mark.parametrize("name", ["config", "plan", "sums"])
+def test_a_header_nested_too_deeply_is_refused(packed: Path, name: str) -> None:
+    with safe_open(packed, framework="pt") as stored:
+        fields = dict(stored.metadata())
+    save_file(load_file(packed), packed, fields | {name: 100_000 * "[" + 100_000 * "]"})
+    refused(packed, "its header is not a packed drafter's")
+
+
 def test_what_is_loaded_is_the_codecs_round_trip_bit_for_bit(packed: Path) -> None:
     config, loaded = weights.load(packed)
     assert config == small_config("qwen3")
