@@ -1,13 +1,14 @@
 """The shape of a decoder, and how transformers' config.json states it."""
 
 import json
+import math
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 # Features of other Llama and Qwen3 configs that this decoder lacks, each with the value that means without.
 PLAIN = {"attention_bias": False, "mlp_bias": False, "use_sliding_window": False, "hidden_act": "silu"}
 
-MOST = 2**31  # of any of its numbers
+MOST = 2**31  # of any of its whole numbers
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class ModelConfig:
                 values[name] = float(values[name])
             if type(values[name]) is not kind:
                 raise ValueError(f"model config: {name} is {values[name]!r}, which is no {kind}")
-            if kind is not bool and not 0 < values[name] < MOST:
+            most = MOST if kind is int else math.inf
+            if kind is not bool and not 0 < values[name] < most:
                 raise ValueError(f"model config: {name} is {values[name]!r}; expected a positive number")
         return cls(**values)
 
