@@ -22,7 +22,7 @@ from torch import Tensor
 from drafter import codecs, tensorfile, threads
 from drafter.codecs import Decoding, Parts, Placed, Settings
 from drafter.codecs.zstd import to_bytes
-from drafter.config import ModelConfig
+from drafter.config import MOST, ModelConfig
 from drafter.limits import MEMORY, Fault
 
 Plan = dict[str, Settings]
@@ -256,8 +256,8 @@ class _Loader:
     def _decodings(self, name: str, settings: Settings, parts: Parts) -> Iterator[Task]:
         with self._telling(name, settings):
             shape = settings["shape"]
-            if not isinstance(shape, list) or not all(type(n) is int and n > 0 for n in shape):
-                raise ValueError(f"shape {shape!r} is no list of positive numbers")
+            if not isinstance(shape, list) or not all(type(n) is int and 0 < n < MOST for n in shape):
+                raise ValueError(f"shape {shape!r} is no list of positive numbers below {MOST}")
             jobs = codecs.blocks(parts, settings, self.device)
             tensor: Tensor | None = None
             for job in jobs:  # the first job has checked the parts, so a false shape takes no memory

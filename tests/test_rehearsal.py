@@ -118,7 +118,7 @@ def test_the_whole_one_passes(mill: Mill, folder: Path):
     ("drafter/app.py", "\nimport time\ntime.sleep(600)\n",
      {"start_timeout_s": 4}, "start", "/health did not answer 200 within 4 s"),
     ("drafter/app.py", FAULTY.format(fault="if n % 4 == 0: await asyncio.sleep(30)"),
-     {"request_timeout_s": 3}, "failed requests", "late: no answer within 3 s"),
+     {"request_timeout_s": 3, "budget_s": 1e6}, "failed requests", "late: no answer within 3 s"),
     ("drafter/app.py", FAULTY.format(fault="if n > 3: return raw('<html>')"),
      {}, "failed requests", "answer: not JSON: '<html>'"),
     ("drafter/app.py", FAULTY.format(fault="if n > 9: os.kill(os.getppid(), 15); os._exit(2)"),
