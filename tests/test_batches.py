@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from trainers import as_rows
 
@@ -24,7 +24,6 @@ def row(prompt: int, continuation: int, first: int = 0, k: int = 2) -> Row:
     return Row(numbers[:prompt], after, after[:, None] + ranks, -after[:, None] - ranks / k)
 
 
-@settings(deadline=None)
 @given(sizes, st.integers(50, 200), st.integers(0, 5))
 def test_every_epoch_has_every_row_once_in_batches_that_fit(
         sizes: list[int], batch_tokens: int, seed: int) -> None:
@@ -39,7 +38,6 @@ def test_every_epoch_has_every_row_once_in_batches_that_fit(
         assert sorted(seen) == list(range(len(sizes)))
 
 
-@settings(deadline=None)
 @given(sizes, st.integers(50, 120), st.lists(st.integers(0, 60), min_size=1, max_size=12))
 def test_a_step_has_the_same_rows_wherever_a_run_resumes(
         sizes: list[int], batch_tokens: int, steps: list[int]) -> None:
@@ -60,7 +58,6 @@ def test_no_two_epochs_of_near_seeds_coincide() -> None:
     assert len(orders) == 36
 
 
-@settings(deadline=None)
 @given(sizes, st.integers(50, 200))
 def test_a_batch_takes_rows_until_the_next_does_not_fit(sizes: list[int], batch_tokens: int) -> None:
     counts = cut(torch.tensor(sizes), batch_tokens)
@@ -73,7 +70,6 @@ def test_a_batch_takes_rows_until_the_next_does_not_fit(sizes: list[int], batch_
         assert at == len(sizes) or taken + sizes[at] > batch_tokens
 
 
-@settings(deadline=None)
 @given(st.lists(lengths, min_size=1, max_size=6), st.integers(0, 40), st.integers(16, 20))
 def test_collate_points_at_what_predicts_each_token(
         shape: list[tuple[int, int]], free: int, longest: int) -> None:

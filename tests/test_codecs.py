@@ -64,7 +64,7 @@ def matrices(draw: st.DrawFn) -> tuple[np.ndarray, int]:
     return weight * np.float32(draw(st.sampled_from([1.0, 1e-8, 1e-36]))), group
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(matrices())
 def test_int4_is_the_formula(case: tuple[np.ndarray, int]) -> None:
     weight, group = case
@@ -77,7 +77,7 @@ def test_int4_is_the_formula(case: tuple[np.ndarray, int]) -> None:
     np.testing.assert_array_equal(decoded.numpy(), codes * np.repeat(steps, group, axis=1))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(matrices())
 def test_int4_is_off_by_half_a_step_except_where_it_clips(case: tuple[np.ndarray, int]) -> None:
     weight, group = case
@@ -95,7 +95,7 @@ def test_int4_is_off_by_half_a_step_except_where_it_clips(case: tuple[np.ndarray
     np.testing.assert_allclose(reached, ends, rtol=2**-8, atol=8.1 * SMALLEST)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(matrices())
 def test_int4_is_idempotent(case: tuple[np.ndarray, int]) -> None:
     weight, group = case
@@ -107,7 +107,6 @@ def test_int4_is_idempotent(case: tuple[np.ndarray, int]) -> None:
 
 
 @pytest.mark.parametrize("clip", [False, True])
-@settings(deadline=None)
 @given(matrices())
 def test_int4s_shortcut_is_what_decoding_gives(clip: bool, case: tuple[np.ndarray, int]) -> None:
     weight, group = case
@@ -157,7 +156,6 @@ def test_int4_refuses_parts_of_another_shape(name: str, shape: tuple[int, ...]) 
         decode(parts, entry)
 
 
-@settings(deadline=None)
 @given(arrays.arrays(np.float32, st.integers(1, 9), elements=awkward | plain | ordinary, fill=st.nothing()))
 def test_bf16_rounds_to_the_nearest_even(values: np.ndarray) -> None:
     entry = {"codec": "bf16", "shape": list(values.shape)}

@@ -65,7 +65,7 @@ def matrices(draw: st.DrawFn) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", CODECS)
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(weight=matrices())
 def test_what_is_decoded_is_finite_repeats_and_keeps_rows_of_zeros(kind: str, weight: Tensor) -> None:
     told, planned = entry(kind, weight), side(weight, CODECS[kind].get("rank", 0))
@@ -82,7 +82,7 @@ def test_what_is_decoded_is_finite_repeats_and_keeps_rows_of_zeros(kind: str, we
         assert size == sum(part.nbytes for part in parts.values())
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(weight=matrices(), bits=st.floats(-3, 12))
 def test_entropy_is_the_nearest_multiple_of_the_rows_step(weight: Tensor, bits: float) -> None:
     planned = side(weight, bits=bits)
@@ -146,7 +146,7 @@ def test_estimates_leave_the_codes_as_they_are() -> None:
     assert torch.equal(codes, before)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(weight=matrices(), group=st.sampled_from([32, 64, 128]))
 def test_nf4_is_bitsandbytes_bit_for_bit(weight: Tensor, group: int) -> None:
     weight = torch.where(weight.abs() < 2.0**-126, 0, weight)  # there 1 / largest is infinite, and theirs NaN
@@ -158,7 +158,7 @@ def test_nf4_is_bitsandbytes_bit_for_bit(weight: Tensor, group: int) -> None:
     assert torch.equal(codecs.decode(parts, told), reference.dequantize_4bit(codes, state))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(weight=matrices())
 def test_fp8_is_torchs_float8_of_the_scaled_tensor(weight: Tensor) -> None:
     largest = weight.abs().max()
@@ -171,7 +171,7 @@ def test_fp8_is_torchs_float8_of_the_scaled_tensor(weight: Tensor) -> None:
         assert not decoded.any()
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(weight=matrices())
 def test_int8_is_off_by_half_a_step_of_its_row(weight: Tensor) -> None:
     told = {"codec": "int8", "shape": list(weight.shape)}
@@ -182,7 +182,7 @@ def test_int8_is_off_by_half_a_step_of_its_row(weight: Tensor) -> None:
     assert bool((error <= steps * 0.78 + 127 * 2.0**-126).all())
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(weight=matrices())
 def test_int4_clipping_never_makes_a_group_worse(weight: Tensor) -> None:
     weight = weight.clamp(-1e15, 1e15)  # squares stay finite
@@ -283,7 +283,7 @@ def test_zstd_frames_that_are_not_one_whole_frame(harm: str) -> None:
         codecs.decode(parts, told)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_a_damaged_run_of_sections_is_refused_or_decodes_to_its_shape(data: st.DataObject) -> None:
     """Sums apart: whatever bytes stand there, nothing but ValueError comes of it, and no wrong shape."""
@@ -347,7 +347,7 @@ def test_a_false_shape_takes_no_memory(tmp_path: Path) -> None:
         weights.load(path)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.dictionaries(st.text("abc.é", min_size=1, max_size=9),
                        st.sampled_from([(3,), (2, 5), (0,), (7, 1)]), max_size=6), st.data())  # fmt: skip
 def test_a_tensor_file_is_what_the_library_reads_and_as_long_as_said(

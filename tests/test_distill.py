@@ -23,7 +23,7 @@ TOKENS = torch.arange(12)[None]
 subsets = st.sets(st.integers(0, LAYERS - 1), min_size=1).map(lambda layers: tuple(sorted(layers)))
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(subsets)
 @torch.no_grad()
 def test_the_kept_layers_work_as_they_did(layers: tuple[int, ...]) -> None:

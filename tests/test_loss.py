@@ -86,7 +86,7 @@ def case(seed: int, positions: int, k: int, sharpness: float) -> tuple[torch.Ten
     return logits_nv, top.indices[:, 0], top.indices, top.values.half().float()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(0, 999), st.integers(1, 7), st.integers(1, 20), st.sampled_from([0.1, 1.0, 4.0]),
        st.sampled_from([0.0, 0.3, 1.0]))  # fmt: skip
 def test_is_the_formula(seed: int, positions: int, k: int, sharpness: float, share: float) -> None:
@@ -204,7 +204,7 @@ def padded(decoder: torch.nn.Module, rows: list[Row]) -> list[torch.Tensor]:
     return [total.detach(), *torch.autograd.grad(total, weights)]
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     st.lists(st.tuples(st.integers(1, 20), st.integers(1, 12)), min_size=1, max_size=5), st.integers(0, 99),
     st.booleans(),
@@ -219,7 +219,7 @@ def test_packed_and_padded_rows_have_the_same_loss_and_gradients(
     torch.testing.assert_close(packed(network, rows, width=200, longest=32), expected, atol=1e-5, rtol=1e-5)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     st.lists(st.tuples(st.integers(1, 20), st.integers(1, 12)), min_size=2, max_size=5), st.integers(0, 99)
 )

@@ -134,7 +134,7 @@ def trial(family: str, opened: Callable[[bool], DraftAll], count: int, examples:
     happened: Counter[str] = Counter()
     run_state_machine_as_test(
         lambda: Interleaving(family, opened, count, happened),
-        settings=settings(max_examples=examples, stateful_step_count=20, deadline=None,
+        settings=settings(max_examples=examples, stateful_step_count=20,
                           suppress_health_check=list(HealthCheck)),
     )
     assert happened["drafts"] > 20 * examples, happened

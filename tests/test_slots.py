@@ -63,7 +63,7 @@ def run(slots: Slots, requests: list[list[int]]) -> list[Lease]:
     return leases
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(batches=batches)
 @torch.inference_mode()
 def test_leases_are_sound_and_slots_hold_what_they_say(batches: list[list[list[int]]]) -> None:
