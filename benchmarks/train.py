@@ -125,6 +125,7 @@ def random_rows(case: Case, tokens: int) -> Rows:
 
 def ours(case: Case, rows: Rows, steps: int, qat: bool) -> dict[str, Any]:
     """Time our loop."""
+    clear_all()
     settings = Qat(codec="int4", dtype="bfloat16", steps=WARM_STEPS + steps, batch_tokens=case.batch_tokens,
                         learning_rate=1e-5, warmup_steps=1, max_row_tokens=case.row_tokens[1],
                         activation_checkpointing=case.checkpointing)
@@ -210,12 +211,12 @@ def plain(case: Case, rows: Rows, steps: int, qat: bool) -> dict[str, Any]:
             count //= 2
         else:
             return max(runs, key=itemgetter("tokens_per_s")) | {"rows_per_batch": count}
-        clear_all()
     return {"failed": "out of memory with one row"}
 
 
 def plain_of(case: Case, rows: Rows, steps: int, qat: bool, count: int) -> dict[str, Any]:
     """Time it with so many rows in a batch."""
+    clear_all()
     shape = transformers_config(case.config, use_cache=False)
     model = transformers.AutoModelForCausalLM.from_config(shape, attn_implementation="sdpa")
     if qat:
@@ -276,7 +277,6 @@ def measure(name: str, steps: int, rate: float) -> dict[str, Any]:
                              "activation_checkpointing": case.checkpointing}
     for loop in (ours, plain):
         for kind in ("distill", "qat"):
-            clear_all()
             one = loop(case, rows, steps, kind == "qat")
             if "model_tflops_per_s" in one:
                 one["share_of_matmul_rate"] = round(one["model_tflops_per_s"] * 1e12 / rate, 3)
