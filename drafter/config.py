@@ -47,9 +47,8 @@ class ModelConfig:
                 values[name] = float(values[name])
             if type(values[name]) is not kind:
                 raise ValueError(f"model config: {name} is {values[name]!r}, which is no {kind}")
-            most = MOST if kind is int else math.inf
-            if kind is not bool and not 0 < values[name] < most:
-                raise ValueError(f"model config: {name} is {values[name]!r}; expected a positive number")
+            if kind is not bool:
+                _positive(values, name, kinds=(kind,))
         return cls(**values)
 
     @classmethod
@@ -93,6 +92,6 @@ def _positive(
     values: dict[str, Any], name: str, default: Any = None, kinds: tuple[type, ...] = (int,)
 ) -> Any:
     value = default if values.get(name) is None else values[name]
-    if type(value) not in kinds or value <= 0:
+    if type(value) not in kinds or not 0 < value < (math.inf if float in kinds else MOST):
         raise ValueError(f"the model's config: {name} is {value!r}; expected a positive number")
     return value

@@ -80,6 +80,17 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
                     raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
 
 
+def whole_rows(text: str) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects among the lines of a log; a line that a full disk has cut off is passed over."""
+    for line in text.splitlines():
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict):
+            yield row
+
+
 def link_or_copy(source: Path, place: Path) -> None:
     """Give a finished file a second name, or a copy where the file system has no links; replaces `place`."""
     place.unlink(missing_ok=True)

@@ -1,12 +1,13 @@
 """How fast the teacher writes: what each of its runs did, kept beside its shards for the record."""
 
-import contextlib
 import json
 import os
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from stages.files import whole_rows
 
 FILE = "pace.jsonl"  # of a work folder; one line for each shard, by whom and when it was written
 
@@ -46,12 +47,11 @@ def paces(folder: Path) -> list[dict[str, Any]]:
 def _lines(folder: Path) -> Iterator[dict[str, Any]]:
     """Yield what was noted, whatever else has come into the file: no shard is written again for its pace."""
     path = folder / FILE
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     kinds = {"run": int, "rank": int, "shard": str, "tokens": int, "seconds": float}
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
-        with contextlib.suppress(ValueError):
-            line = json.loads(text)
-            if isinstance(line, dict) and all(isinstance(line.get(key), kinds[key]) for key in kinds):
-                yield line
+    for line in whole_rows(text):
+        if all(isinstance(line.get(key), kind) for key, kind in kinds.items()):
+            yield line
 
 
 def told(run: dict[str, Any]) -> str:

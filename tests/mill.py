@@ -225,6 +225,7 @@ class Mill:
             said, _ = process.communicate(timeout=60)
             assert process.returncode == 0, said
             raise MissedError
+        assert len(children) == 1, f"{stage} has more than its worker"
         victims = {"worker": [*map(int, children)], "wrapper": [process.pid]}
         handles = [os.pidfd_open(pid) for pid in map(int, children)]
         for pid in victims.get(whom, [process.pid, *map(int, children)]):

@@ -3,12 +3,12 @@
 A row's `status` is `ok` (came, and hashed right), `failed`, or `found` (was there, and hashed right).
 """
 
-import contextlib
 import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from stages.files import whole_rows
 from stages.upstream.pip import without_addresses
 from stages.wrapper.redaction import hide_secrets
 
@@ -70,8 +70,7 @@ class Downloads:
 
 def files_told(text: str) -> Iterator[tuple[str, str]]:
     """Yield URI and sha256 of every file that a log has as there; what is no whole row is passed over."""
-    for line in text.splitlines():
-        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
-            row = json.loads(line)
-            if row["status"] != "failed" and isinstance(row["uri"], str) and isinstance(row["sha256"], str):
-                yield row["uri"], row["sha256"]
+    for row in whole_rows(text):
+        uri, sha256 = row.get("uri"), row.get("sha256")
+        if row.get("status", "failed") != "failed" and isinstance(uri, str) and isinstance(sha256, str):
+            yield uri, sha256
