@@ -43,6 +43,7 @@ class Graphs:
         """Run every step eagerly from here on, and say why."""
         self.enabled = False
         self.captured.clear()
+        del self.memory  # with the last graph it goes back to the device
         logs.event(logging.WARNING, "CUDA graphs are not used", reason=reason)
 
     def _capture(self, key: Hashable, step: Callable[[], None]) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import sys
+import weakref
 from functools import partial
 from types import ModuleType, SimpleNamespace
 
@@ -152,6 +153,20 @@ def test_graphs_of_one_kind_share_their_memory(driver):
     for key in "abc":
         made.run(key, lambda: None)
     assert (len(made.captured), driver.pools) == (3, 1)
+
+
+@pytest.mark.parametrize("why", ["they differ", "a capture fails"])
+def test_graphs_that_are_given_up_keep_no_memory(driver, why):
+    made = Graphs(CUDA)
+    made.run("key", lambda: None)
+    memory = weakref.ref(made.memory)
+    if why == "they differ":
+        made.disable(why)
+    else:
+        driver.refused["cuStreamEndCapture"] = 900
+        made.run("another", lambda: None)
+    assert not made.enabled and memory() is None
+    made.run("key", lambda: None)
 
 
 def test_a_graph_that_outlives_its_driver_is_given_back_to_it(driver, monkeypatch):
