@@ -4,11 +4,16 @@ import json
 import os
 import select
 import signal
+import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 from workshop import Workshop
+
+from stages.wrapper.runner import see_to_its_end
 
 EVERY_STAGE = ["fetch", "data", "distill", "pack"]
 
@@ -141,6 +146,33 @@ def test_a_stop_is_passed_on_without_traceback(workshop: Workshop, number: int, 
     assert "goes on from where it was" in err
     _wait_for_end(worker)
     assert not (workshop.root / "logs" / "toy" / "distill.json").exists()
+
+
+@pytest.mark.parametrize(("pause_s", "code"), [(0.1, 143), (2.5, 137)])
+def test_a_stage_may_save_unless_its_user_asks_again(tmp_path: Path, pause_s: float, code: int) -> None:
+    """make passes on what its whole group is sent: that is no second request."""
+    story = ("import pathlib, signal, sys, time\n"
+             "def stop(number, _frame):\n"
+             "    time.sleep(4)\n"
+             "    pathlib.Path('saved').touch()\n"
+             "    sys.exit(128 + number)\n"
+             "signal.signal(signal.SIGTERM, stop)\n"
+             "pathlib.Path('ready').touch()\n"
+             "time.sleep(600)\n")
+    child = subprocess.Popen([sys.executable, "-c", story], cwd=tmp_path, start_new_session=True)
+
+    def ask() -> None:
+        while not (tmp_path / "ready").exists():
+            time.sleep(0.01)
+        for pause in (pause_s, 0):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(pause)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    assert see_to_its_end(child, child.kill) == code
+    asking.join()
+    assert (tmp_path / "saved").exists() == (code == 143)
 
 
 def test_two_at_once_run_each_stage_once(workshop: Workshop) -> None:

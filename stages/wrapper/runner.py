@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ FIXED = {
 }
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 WORKER = ("-m", "stages.wrapper.worker")
+ASKED_AGAIN_S = 2.0  # what a whole process group is sent comes twice at once: make passes its own on
 
 
 @dataclass(frozen=True)
@@ -91,13 +93,13 @@ class Host:
 
 def see_to_its_end(child: "subprocess.Popen[bytes]", kill: Callable[[], object]) -> int:
     """Wait for a process that leads a session of its own, pass signals on, and return its exit code."""
-    asked: list[int] = []
+    asked: list[float] = []
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
-        asked.append(number)  # whoever asks twice does not want to wait
+        asked.append(time.monotonic())
         if len(asked) == 1:
             child.send_signal(number)
-        else:
+        elif asked[-1] - asked[0] > ASKED_AGAIN_S:  # who asks once more does not want to wait
             kill()
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
