@@ -1,14 +1,17 @@
 """bench-serve: drafting beside transformers' generate and the floor, and a whole replay over HTTP.
 
-Usage: python -m benchmarks.serve [--parts cases replay generate] [--shapes qwen3-0.6b qwen3-1.7b qwen3-4b]
-           [--batches 1 8 32] [--contexts 512 1024 1792] [--replayed qwen3-1.7b] [--limit 40]
+Usage: python -m benchmarks.serve [--parts cases others replay generate] [--limit 40]
+           [--shapes qwen3-0.6b qwen3-1.7b qwen3-4b] [--batches 1 8 32] [--contexts 512 1024 1792]
+           [--replayed qwen3-1.7b]
 
 Random weights. A case drafts 16 ids for a batch whose conversations are cached but for one or two tokens
 (ours), or anew, left-padded, with a dynamic cache (`generate`, as the earlier systems used it). The floor is
 16 reads of the weights and of the live keys and values at the rate of a large copy on the same device. The
-replay is one of 200 conversations with 44,314 tokens, 32 in flight, against a server process of its own; each
-drafted id is accepted with probability 0.81, which makes 5.1 tokens a step. The same on a server around
-`generate` is cut off after --limit seconds and scaled by tokens (`whole_s`).
+others are `generate` over a static cache, which it compiles, and over bitsandbytes' NF4 weights: for the
+smallest and the largest batch of the first context, at the shape that is replayed. The replay is one of 200
+conversations with 44,314 tokens, 32 in flight, against a server process of its own; each drafted id is
+accepted with probability 0.81, which makes 5.1 tokens a step. The same on a server around `generate` is cut
+off after --limit seconds and scaled by tokens (`whole_s`).
 """
 
 import argparse
@@ -23,6 +26,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.machine import machine, write_results
+from benchmarks.others import others
 from benchmarks.replay import replay, sizes
 from benchmarks.shapes import (
     SHAPES,
@@ -52,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     """Measure, and write benchmarks/results/serve-<device>.json."""
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
-    parts = ("cases", "replay", "generate")
+    parts = ("cases", "others", "replay", "generate")
     parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts), help="what to measure")
     shapes = ["qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"]
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=shapes)
@@ -74,6 +78,10 @@ def main(argv: list[str] | None = None) -> int:
         for shape in options.shapes:
             found[shape] = cases(SHAPES[shape], options.batches, options.contexts, rate)
             write_results("serve", found)
+    if "others" in options.parts:
+        batches = sorted({options.batches[0], options.batches[-1]})
+        found["others"] = beside(options.replayed, batches, options.contexts[0])
+        write_results("serve", found)
     for kind, limit in (("engine", 600.0), ("generate", options.limit)):
         if {"engine": "replay", "generate": "generate"}[kind] in options.parts:
             found[f"replay_{kind}"] = replayed(kind, options.replayed, options.conversations, limit)
@@ -129,6 +137,14 @@ def ours(engine: Engine, batch: int, context: int) -> float:
 def texts(batch: int, size: int, vocab: int) -> list[list[int]]:
     """Return random conversations that share nothing."""
     return [[(7_919 * row + 31 * place) % vocab for place in range(size)] for row in range(1, batch + 1)]
+
+
+def beside(shape: str, batches: list[int], context: int) -> dict[str, Any]:
+    """Time one shape beside what else transformers offers."""
+    config = SHAPES[shape]
+    requests = {f"{batch}x{context}": texts(batch, context, config.vocab_size) for batch in batches}
+    return {"shape": shape} | others(config, requests, DRAFT, CONTEXT,
+                                     lambda engine, batch: ours(engine, len(batch), context))
 
 
 class Generate:

@@ -67,16 +67,20 @@ def random_transformers(config: ModelConfig) -> Any:
 
 
 @torch.inference_mode()
-def generate(model: Any, requests: list[list[int]], count: int, stops: tuple[int, ...] = ()) -> Tensor:
-    """Return greedy ids for each request, [rows, count]: left-padded, dynamic cache.
+def generate(model: Any, requests: list[list[int]], count: int, stops: tuple[int, ...] = (),
+             static: bool = False) -> Tensor:
+    """Return greedy ids for each request, [rows, count]: left-padded, dynamic cache, or a static one.
 
-    With stop ids it may be fewer columns, and what follows a stop in a row is padding.
+    With stop ids it may be fewer columns, and what follows a stop in a row is padding. transformers compiles
+    the steps over a static cache on a GPU.
     """
     width, device = max(map(len, requests)), model.device
     padded = torch.tensor([[0] * (width - len(request)) + request for request in requests], device=device)
     mask = torch.tensor([[0] * (width - len(r)) + [1] * len(r) for r in requests], device=device)
-    ends = {"eos_token_id": list(stops)} if stops else {"min_new_tokens": count}
-    out: Tensor = model.generate(padded, attention_mask=mask, do_sample=False, max_new_tokens=count, **ends)
+    more: dict[str, Any] = {"eos_token_id": list(stops)} if stops else {"min_new_tokens": count}
+    if static:
+        more["cache_implementation"] = "static"
+    out: Tensor = model.generate(padded, attention_mask=mask, do_sample=False, max_new_tokens=count, **more)
     return out[:, width:]
 
 
