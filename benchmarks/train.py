@@ -8,6 +8,7 @@ the other: ours packed to `batch_tokens`, the plain one padded to its longest ro
 Rates count tokens of rows, never padding. Utilisation is model FLOPs over what an 8,192^3 bfloat16 matmul
 reaches here: 6 x weights x tokens (output matrix: continuation positions only), 6 x layers x heads x head_dim
 x sum of squared lengths for causal attention; work done twice for activation checkpointing is not counted.
+Ours distils once more with bitsandbytes' 8-bit AdamW: slower, in less memory.
 """
 
 import argparse
@@ -123,12 +124,12 @@ def random_rows(case: Case, tokens: int) -> Rows:
     return Rows([shard])
 
 
-def ours(case: Case, rows: Rows, steps: int, qat: bool) -> dict[str, Any]:
+def ours(case: Case, rows: Rows, steps: int, qat: bool, **more: Any) -> dict[str, Any]:
     """Time our loop."""
     clear_all()
     settings = Qat(codec="int4", dtype="bfloat16", steps=WARM_STEPS + steps, batch_tokens=case.batch_tokens,
                         learning_rate=1e-5, warmup_steps=1, max_row_tokens=case.row_tokens[1],
-                        activation_checkpointing=case.checkpointing)
+                        activation_checkpointing=case.checkpointing, **more)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         job = Job("bench", None, {}, folder, folder, folder, 0, "cuda", folder / "log", checkpoint_s=1e9)
@@ -282,6 +283,8 @@ def measure(name: str, steps: int, rate: float) -> dict[str, Any]:
                 one["share_of_matmul_rate"] = round(one["model_tflops_per_s"] * 1e12 / rate, 3)
             found[f"{loop.__name__}_{kind}"] = one
             print(name, loop.__name__, kind, one, flush=True)
+    found["ours_distill_8_bit"] = ours(case, rows, steps, False, optimiser="bitsandbytes")
+    print(name, "ours distill, 8-bit AdamW", found["ours_distill_8_bit"], flush=True)
     speeds = {key: value["tokens_per_s"] for key, value in found.items()
               if isinstance(value, dict) and "tokens_per_s" in value}
     for kind in ("distill", "qat"):
