@@ -22,6 +22,7 @@ import torch
 from stages.errors import UserError
 from stages.job import Job
 from stages.wrapper.lifeline import die_with
+from stages.wrapper.voice import need_no_listener
 
 VARIABLE = "NPROC"
 
@@ -124,6 +125,7 @@ def _run[Answer](parent: int, channel: Connection, job: Job, rank: int,
                  work: Callable[[Job], Answer]) -> None:
     """Be a rank: do the work, and send what it returns or why it failed."""
     die_with(parent)
+    need_no_listener()
     if job.device == "cuda":
         torch.cuda.set_device(rank)
     answer: Answer | None = None

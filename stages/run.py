@@ -20,6 +20,7 @@ from stages.wrapper.digests import Digests
 from stages.wrapper.execution import Shop, StageFailedError, execute
 from stages.wrapper.place import hold
 from stages.wrapper.state import check_inputs, state_of
+from stages.wrapper.voice import need_no_listener
 
 ROOT = Path(__file__).resolve().parent.parent
 EVERYTHING = "all"
@@ -107,4 +108,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    need_no_listener()
     sys.exit(main())

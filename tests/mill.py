@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -152,12 +153,13 @@ class Mill:
         assert text.count(old) == 1, f"{name} holds {old!r} {text.count(old)} times"
         self.write(name, text.replace(old, new))
 
-    def start(self, *arguments: str) -> "subprocess.Popen[str]":
+    def start(self, *arguments: str, **more: Any) -> "subprocess.Popen[str]":
         environment = {**os.environ, "PROFILE": "toy", "RUNNER": "host", "OMP_NUM_THREADS": "1"}
         # The least urgent process of the machine, so that whoever means to kill it in time does.
         command = ["nice", "-n", "19", sys.executable, "-m", "stages.run", *arguments]
-        return subprocess.Popen(command, cwd=self.root, env=environment, text=True, stdout=subprocess.PIPE,
-                                stderr=subprocess.STDOUT, start_new_session=True)
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        return subprocess.Popen(command, cwd=self.root, env=environment, text=True, start_new_session=True,
+                                **streams | more)
 
     def run(self, *arguments: str, code: int = 0) -> str:
         """Run `stages.run` to its end; return all that it said."""

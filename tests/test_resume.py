@@ -1,9 +1,11 @@
 """kill -9 in teacher, distill and qat: the same command goes on, and leaves what a run in peace leaves."""
 
+import fcntl
 import os
 import random
 import shutil
 import signal
+import termios
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -169,6 +171,38 @@ def test_a_stop_is_saved_to_the_step(undisturbed: Mill, tmp_path: Path, number: 
     assert f"resumes at step {saved[0]}" in mill.run("distill")
     assert mill.files("distill") == undisturbed.files("distill")
     assert not list(tmp_path.glob("disk/toy/distill-*"))
+
+
+def test_the_end_of_a_terminal_is_a_stop_that_saves(undisturbed: Mill, tmp_path: Path) -> None:
+    def take_terminal() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs this may have it ignored
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    mill = undisturbed.copy(tmp_path / "copy")
+    mill.replace("profiles/toy.toml", "minutes = 0", "minutes = 60")
+    mill.forget("distill")
+    ours, theirs = os.openpty()
+    process = mill.start("distill", stdin=theirs, stdout=theirs, stderr=theirs, preexec_fn=take_terminal)
+    os.close(theirs)
+    while len(mill.events("distill")) < 2:
+        assert process.poll() is None, os.read(ours, 4096)
+        time.sleep(0.002)
+    os.close(ours)
+    assert process.wait(60) == 128 + signal.SIGTERM
+    saved, = mill.work("distill", "checkpoint-*")
+    assert f"resumes at step {int(saved.stem.rpartition('-')[2])}" in mill.run("distill")
+    assert mill.files("distill") == undisturbed.files("distill")
+
+
+def test_work_goes_on_when_nobody_reads_what_it_says(undisturbed: Mill, tmp_path: Path) -> None:
+    mill = undisturbed.copy(tmp_path / "copy")
+    mill.forget("distill")
+    process = mill.start("distill")
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.wait(120) == 0
+    assert mill.files("distill") == undisturbed.files("distill")
+    assert any(event.get("text", "").startswith("simulated tau") for event in mill.events("distill"))
 
 
 def test_a_kill_while_the_outputs_move_in_leaves_no_stale_record(undisturbed: Mill, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ class Runner(Protocol):
         """What RUNNER calls it."""
 
     def run(self, call: Call) -> int:
-        """Execute a call, pass SIGINT and SIGTERM on to it, and return its exit code."""
+        """Execute a call, pass on to it what asks it to stop, and return its exit code."""
 
     def facts(self) -> dict[str, Any]:
         """Return what a record says of where the stage ran, beside the runner's name."""
@@ -92,17 +92,23 @@ class Host:
 
 
 def see_to_its_end(child: "subprocess.Popen[bytes]", kill: Callable[[], object]) -> int:
-    """Wait for a process that leads a session of its own, pass signals on, and return its exit code."""
+    """Wait for a process that leads a session of its own, and return its exit code.
+
+    SIGINT and SIGTERM are passed on, and SIGHUP, where nohup has not had it ignored, as SIGTERM.
+    """
     asked: list[float] = []
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
         asked.append(time.monotonic())
         if len(asked) == 1:
-            child.send_signal(number)
+            child.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
         elif asked[-1] - asked[0] > ASKED_AGAIN_S:  # who asks once more does not want to wait
             kill()
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    stops = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        stops.append(signal.SIGHUP)
+    before = {number: signal.signal(number, pass_on) for number in stops}
     try:
         code = child.wait()
     finally:

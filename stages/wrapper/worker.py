@@ -30,6 +30,7 @@ from stages.wrapper.confinement import breach, watch_network
 from stages.wrapper.lifeline import die_with
 from stages.wrapper.redaction import hide_secrets, without_private
 from stages.wrapper.unlocked import unlocked
+from stages.wrapper.voice import need_no_listener
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -134,6 +135,7 @@ def _brief(error: Exception) -> str:
 
 def _leave() -> NoReturn:
     """Run the stage; where it fails or is stopped, end without waiting for what its threads are at."""
+    need_no_listener()
     try:
         code = main()
     except SystemExit as stopped:
