@@ -23,6 +23,7 @@ import sys
 import time
 import urllib.request
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 from benchmarks.machine import machine, write_results
@@ -70,6 +71,10 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.serve:
         return serve(options.serve, SHAPES[options.replayed], options.port)
+    if "others" in options.parts and find_spec("bitsandbytes") is None:
+        print("draftmill: the others need bitsandbytes, which this Python lacks; leave them out of --parts",
+              file=sys.stderr)
+        return 2
     found: dict[str, Any] = machine("python -m benchmarks.serve")
     rate = copy_rate()
     found["copy_tb_per_s"] = round(rate / 1e12, 3)

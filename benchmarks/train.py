@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -303,6 +304,9 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("draftmill: bench-train needs a GPU, and torch sees none", file=sys.stderr)
+        return 2
+    if find_spec("bitsandbytes") is None:
+        print("draftmill: bench-train needs bitsandbytes, which this Python lacks", file=sys.stderr)
         return 2
     rate = matmul_rate()
     found = {"matmul_tflops_per_s": round(rate / 1e12, 1)} | machine("python -m benchmarks.train")

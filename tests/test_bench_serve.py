@@ -39,6 +39,14 @@ def test_nf4_stands_in_for_every_product_of_the_layers():
     assert generate(model, REQUESTS, 6).shape == (2, 6)
 
 
+def test_what_it_needs_is_asked_for_before_the_work(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(machine, "RESULTS", tmp_path)
+    monkeypatch.setattr(serve, "find_spec", lambda name: None)
+    assert serve.main(["--shapes", "toy"]) == 2
+    assert "need bitsandbytes" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_bench_writes_down_each_beside_ours(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "RESULTS", tmp_path)
     shape = ["--shapes", "toy", "--replayed", "toy", "--batches", "1", "2", "--contexts", "48"]
