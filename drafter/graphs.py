@@ -24,8 +24,8 @@ class Graphs:
     def __init__(self, device: torch.device, enabled: bool = True, frugal: bool = False) -> None:
         self.enabled, self.frugal = enabled and device.type == "cuda", frugal
         self.captured: dict[Hashable, Graph] = {}
+        self.memory = Memory() if self.enabled else None
         if self.enabled:
-            self.memory = Memory()
             self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def run(self, key: Hashable, step: Callable[[], None]) -> None:
@@ -36,22 +36,22 @@ class Graphs:
             return
         # The first step of a key runs eagerly: it does the work, and warms up what the capture needs.
         step()
-        if self.enabled:
-            self._capture(key, step)
+        if self.memory is not None:
+            self._capture(key, step, self.memory)
 
     def disable(self, reason: str) -> None:
         """Run every step eagerly from here on, and say why."""
         self.enabled = False
         self.captured.clear()
-        del self.memory  # with the last graph it goes back to the device
+        self.memory = None  # with the last graph it goes back to the device
         logs.event(logging.WARNING, "CUDA graphs are not used", reason=reason)
 
-    def _capture(self, key: Hashable, step: Callable[[], None]) -> None:
+    def _capture(self, key: Hashable, step: Callable[[], None], memory: Memory) -> None:
         collecting = gc.isenabled()
         gc.disable()  # a collection in mid-capture may free what may not be freed there
         try:
             torch.cuda.synchronize()
-            self.captured[key] = Graph(step, self.stream, self.memory)
+            self.captured[key] = Graph(step, self.stream, memory)
         except RuntimeError as error:
             if self.frugal and isinstance(error, torch.cuda.OutOfMemoryError):
                 raise
