@@ -1,52 +1,34 @@
 """What transformers itself offers for fast drafting, beside the engine: a compiled static cache, and NF4."""
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from benchmarks.shapes import clear, generate, random_decoder, random_transformers, seconds
+from benchmarks.shapes import clear, generate, random_transformers, seconds
 from drafter.config import ModelConfig
-from drafter.engine import Engine
 
 WARM, TIMED = 2, 3  # runs of each; the first compile, or record graphs
 
 
-def others(config: ModelConfig, requests: dict[str, list[list[int]]], count: int, context_tokens: int,
-           ours: Callable[[Engine, list[list[int]]], float]) -> dict[str, Any]:
-    """Time drafts of `count` ids for each batch of requests.
+def others(config: ModelConfig, requests: dict[str, list[list[int]]],
+           count: int) -> Iterator[tuple[str, str, float]]:
+    """Time drafts of `count` ids for each batch of requests, over random weights of a shape.
 
-    Args:
-        config: the shape; weights are random.
-        requests: by name, conversations of one length.
-        count: ids of a draft.
-        context_tokens: of the engine.
-        ours: returns the seconds that a draft takes the engine.
-
-    Returns:
-        Milliseconds of ours, of `generate` with a static cache (which transformers compiles), and of
-        `generate` over bitsandbytes' NF4 weights, and each as a multiple of ours; by name.
+    Yields:
+        A batch's name, which of the two it is, `static` (a cache that transformers compiles for) or `nf4`
+        (weights as bitsandbytes has them), and the least seconds of a draft.
     """
-    decoder = random_decoder(config)
-    engine = Engine(decoder, context_tokens, slots=max(map(len, requests.values())))
-    found: dict[str, Any] = {name: {"ours_ms": round(1e3 * ours(engine, batch), 2)}
-                             for name, batch in requests.items()}  # fmt: skip
-    del engine, decoder
-    clear()
     model = random_transformers(config)
     for kind in ("static", "nf4"):
         if kind == "nf4":
             quantise(model)
         for name, batch in requests.items():
             draft = partial(generate, model, batch, count, static=kind == "static")
-            taken = min([seconds(draft) for _ in range(WARM + TIMED)][WARM:])
-            found[name] |= {f"{kind}_ms": round(1e3 * taken, 1),
-                            f"{kind}_over_ours": round(1e3 * taken / found[name]["ours_ms"], 1)}
-            print(kind, name, found[name], flush=True)
+            yield name, kind, min([seconds(draft) for _ in range(WARM + TIMED)][WARM:])
     del model, draft
     clear()
-    return found
 
 
 def quantise(model: Any) -> None:

@@ -147,9 +147,17 @@ def texts(batch: int, size: int, vocab: int) -> list[list[int]]:
 def beside(shape: str, batches: list[int], context: int) -> dict[str, Any]:
     """Time one shape beside what else transformers offers."""
     config = SHAPES[shape]
+    engine = Engine(random_decoder(config), CONTEXT, slots=max(batches))
+    found: dict[str, Any] = {f"{batch}x{context}": {"ours_ms": round(1e3 * ours(engine, batch, context), 2)}
+                             for batch in batches}  # fmt: skip
+    del engine
+    clear()
     requests = {f"{batch}x{context}": texts(batch, context, config.vocab_size) for batch in batches}
-    return {"shape": shape} | others(config, requests, DRAFT, CONTEXT,
-                                     lambda engine, batch: ours(engine, len(batch), context))
+    for name, kind, taken in others(config, requests, DRAFT):
+        found[name] |= {f"{kind}_ms": round(1e3 * taken, 1),
+                        f"{kind}_over_ours": round(1e3 * taken / found[name]["ours_ms"], 1)}
+        print(kind, name, found[name], flush=True)
+    return {"shape": shape} | found
 
 
 class Generate:

@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import termios
 import time
 from collections.abc import Iterator
@@ -158,9 +159,7 @@ def test_a_stop_is_saved_to_the_step(undisturbed: Mill, tmp_path: Path, number: 
     mill.replace("profiles/toy.toml", "minutes = 0", f'minutes = 60\nfolder = "{tmp_path / "disk"}"')
     mill.forget("distill")
     process = mill.start("distill")
-    while len(mill.events("distill")) < 2:
-        assert process.poll() is None, process.stdout.read()
-        time.sleep(0.002)
+    _wait_for_training(mill, process)
     process.send_signal(number)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + number, said
@@ -184,9 +183,7 @@ def test_the_end_of_a_terminal_is_a_stop_that_saves(undisturbed: Mill, tmp_path:
     ours, theirs = os.openpty()
     process = mill.start("distill", stdin=theirs, stdout=theirs, stderr=theirs, preexec_fn=take_terminal)
     os.close(theirs)
-    while len(mill.events("distill")) < 2:
-        assert process.poll() is None, os.read(ours, 4096)
-        time.sleep(0.002)
+    _wait_for_training(mill, process)
     os.close(ours)
     assert process.wait(60) == 128 + signal.SIGTERM
     saved, = mill.work("distill", "checkpoint-*")
@@ -213,6 +210,12 @@ def test_a_kill_while_the_outputs_move_in_leaves_no_stale_record(undisturbed: Mi
     assert "wheels: runs, because it has no record" in mill.run("wheels")
     assert mill.files("wheels") == undisturbed.files("wheels")
     assert not (mill.root / ".wheels.partial").exists()
+
+
+def _wait_for_training(mill: Mill, process: "subprocess.Popen[str]") -> None:
+    while len(mill.events("distill")) < 2:
+        assert process.poll() is None, mill.events("distill")
+        time.sleep(0.002)
 
 
 def _rates(mill: Mill, stage: str) -> list[float]:
