@@ -81,7 +81,7 @@ def build(name: str, folder: Path, limit: int, device: str) -> dict[str, Any]:
     packing = planner.fit(tensors, log_steps(tensors, felt, 1.0))
     folder.mkdir(parents=True)
     weights.save(folder / WEIGHTS, config, packing.plan, packing.parts)
-    pack.copy_files(ROOT, pack.FILES, folder)
+    pack.copy_files(ROOT, pack.SHIPPED, folder)
     total = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     if total > limit:
         raise RuntimeError(f"{folder}: {total} bytes, over the limit of {limit}")
